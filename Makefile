@@ -1,0 +1,61 @@
+# Every target makes and uses the virtual environment at the root.
+#   PYTHON=python3.12     the interpreter it is made from (3.11 or newer)
+#   CONSTRAINTS=/dev/null keep a torch that is already in .venv, e.g. a ROCm or CUDA build
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS   += --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON      ?= python3
+VENV        := .venv
+BIN         := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+BASE        := $(VENV)/.base
+DEV         := $(VENV)/.dev
+
+.PHONY: help demo test check format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(BASE) ## serve the bundled model on this machine and show speculation at work
+	@$(BIN)/firesteel demo
+
+test: export OMP_NUM_THREADS := 1
+test: $(DEV) ## all tests that need no accelerator
+	@$(BIN)/python -m pytest -m "unit or cpu" -q
+
+check: export OMP_NUM_THREADS := 1
+check: $(DEV) ## formatting, lint, types and the quick tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m unit -q
+
+format: $(DEV) ## rewrite the sources in the house style
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf src/*.egg-info
+
+$(VENV)/pyvenv.cfg:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found; install Python 3.11 or newer, or set PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: Firesteel needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); set PYTHON=" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: no virtual environment; install the venv module (Debian: python3-venv)" >&2; exit 1; }
+
+$(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing firesteel into $(VENV) (torch is large: minutes the first time)"
+	@$(PIP) -e .
+	@touch $@
+
+$(DEV): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@echo "installing firesteel, its tests and checks into $(VENV) (torch is large: minutes the first time)"
+	@$(PIP) -e '.[test,dev]'
+	@touch $(BASE) $@

@@ -1,0 +1,29 @@
+"""Firesteel: DeepSeek-V4 with DSpark speculative decoding, every token a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from firesteel.config import EngineConfig, SamplingParams
+    from firesteel.engine.llm import LLM, Completion
+
+_LAZY = {
+    "LLM": "firesteel.engine.llm",
+    "Completion": "firesteel.engine.llm",
+    "EngineConfig": "firesteel.config",
+    "SamplingParams": "firesteel.config",
+}
+
+__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use, so that ``import firesteel`` stays light."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'firesteel' has no attribute {name!r}")

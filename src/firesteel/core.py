@@ -1,0 +1,205 @@
+"""The nouns of the engine, shared by models, speculation, engine and programs.
+
+Host nouns are immutable and hold plain values. Device nouns hold tensors and
+say so. Nothing here computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FinishReason(Enum):
+    """Why a request ended; ``None`` in outputs while it runs."""
+
+    STOP = "stop"  # end token, stop id or stop string
+    LENGTH = "length"  # max_tokens or the model's length
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # this request failed; the others go on
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request takes a slot: what the device must know of it (host values)."""
+
+    request_id: int
+    slot: int
+    seed: int
+    sample: int  # index among the samples of one request
+    temperature: float
+    max_len: int  # total tokens, prompt included
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive prompt rows of one request in one step (host values)."""
+
+    request_id: int
+    slot: int
+    start: int  # absolute position of the first row
+    tokens: tuple[int, ...]
+    last: bool  # ends the prompt: its last row samples the first anchor
+
+    @property
+    def end(self) -> int:
+        """Absolute position after the last row."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many draft rows a step verifies over all requests, and why.
+
+    ``drafts`` 0 is plain decoding. ``expected_tokens`` and ``predicted_ms``
+    are what the choice was based on.
+    """
+
+    drafts: int
+    expected_tokens: float = 0.0
+    predicted_ms: float = 0.0
+    reason: str = "speculation off"
+
+
+NO_DRAFTS = Budget(drafts=0)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One running request that has an anchor (host values)."""
+
+    request_id: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step runs, decided on the host one step ahead.
+
+    The rows of ``chunks`` come first, in order, then those of ``decodes``.
+    How the budget is split between the decodes is decided on the device.
+    ``max_position`` bounds every row's position from above.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Decode, ...]
+    budget: Budget
+    max_position: int
+    admissions: tuple[Admission, ...] = ()
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows that come from prompts."""
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
+    def decode_rows(self) -> int:
+        """Anchor rows plus the budget's draft rows."""
+        return len(self.decodes) + self.budget.drafts
+
+    @property
+    def rows(self) -> int:
+        """All rows of the step, those that turn out to be padding included."""
+        return self.prompt_rows + self.decode_rows
+
+    @property
+    def sampling(self) -> tuple[tuple[int, int], ...]:
+        """(request id, slot) of every group that samples, in device order."""
+        first = tuple((c.request_id, c.slot) for c in self.chunks if c.last)
+        return first + tuple((d.request_id, d.slot) for d in self.decodes)
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """The flat rows of one pass, on the device.
+
+    ``tokens, positions, slots, first, last`` are int64 [R], ``valid`` bool
+    [R]. Rows of one request are consecutive with ascending positions;
+    ``first`` and ``last`` are the row indices of a row's own group. A padding
+    row sits in the scratch slot at position 0, alone in its group.
+    ``max_position`` is the host's upper bound.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    first: Tensor
+    last: Tensor
+    valid: Tensor
+    max_position: int
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return int(self.tokens.shape[0])
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Which rows sample, on the device; S rows in G groups.
+
+    ``rows`` int64 [S] indexes the pass; ``group`` int64 [S] is the group of a
+    sampling row (G for padding); ``offset`` and ``width`` int64 [G] place each
+    group inside the S rows (width 0: the request had already ended);
+    ``slots`` int64 [G].
+    """
+
+    rows: Tensor
+    group: Tensor
+    offset: Tensor
+    width: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposals of one drafting pass, on the device, one line per slot.
+
+    ``tokens`` int64 [slots, K]; ``length`` int64 [slots] proposals that exist;
+    ``survival`` float32 [slots, K], 0 where nothing was proposed.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    survival: Tensor
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step decided, on the device, one line per sampling group.
+
+    ``tokens`` int64 [G, W] emitted ids (W = the widest group), ``count``
+    int64 [G] how many of them count, ``accepted`` int64 [G] drafts that were
+    accepted, ``verified`` int64 [G], ``finished`` int64 [G]
+    (0 runs, 1 stop, 2 length, 3 the logits were not finite).
+    """
+
+    tokens: Tensor
+    count: Tensor
+    accepted: Tensor
+    verified: Tensor
+    finished: Tensor
+
+
+@dataclass
+class StepRecord:
+    """What one step did and cost; a line of the trace and of the metrics."""
+
+    step: int
+    prompt_rows: int
+    decodes: int
+    budget: Budget
+    rows: int
+    emitted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    predicted_ms: float = 0.0
+    measured_ms: float = 0.0
+    host_ms: float = 0.0
+    notes: list[str] = field(default_factory=list)

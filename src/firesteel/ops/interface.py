@@ -1,0 +1,206 @@
+"""The signatures every backend implements.
+
+An op is row-wise: a row's result has the same bits whatever other rows share
+the call. ``assert_row_invariant`` in ``ops.testing`` checks that for each.
+Activations are float32 tensors on the CPU (their values on the bf16 grid in
+official numerics); a GPU backend may store them as bf16.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from firesteel.checkpoint.codecs import QTensor
+from firesteel.core import RowBatch, SampleRows, Verdict
+from firesteel.ops.types import (
+    Compressor,
+    CompressorMemory,
+    Experts,
+    Hyper,
+    HyperHead,
+    Linear,
+    Norm,
+    Numerics,
+    PassContext,
+    PromptRows,
+    Rope,
+    Router,
+    SlotState,
+)
+
+
+class Ops(ABC):
+    """One backend: prepares weights and runs every op of a step."""
+
+    name: str
+    numerics: Numerics
+
+    # ---- weights ----------------------------------------------------------
+    @abstractmethod
+    def linear_weight(self, weight: QTensor) -> Linear:
+        """Prepare a weight [N, K] in its checkpoint format."""
+
+    @abstractmethod
+    def stacked_weight(self, weights: Sequence[QTensor]) -> Linear:
+        """Prepare several weights of one input as one [sum of N, K]."""
+
+    @abstractmethod
+    def expert_weights(self, w1: Sequence[QTensor], w2: Sequence[QTensor], w3: Sequence[QTensor]) -> Experts:
+        """Prepare routed experts; lists are indexed by expert."""
+
+    # ---- one pass ---------------------------------------------------------
+    @abstractmethod
+    def begin_pass(
+        self,
+        rows: RowBatch,
+        page_table: Tensor,
+        page_size: int,
+        ropes: Mapping[str, Rope],
+        ratios: Sequence[int],
+    ) -> PassContext:
+        """Share what all layers of a pass need (rotations of rows and entries)."""
+
+    @abstractmethod
+    def embed(self, table: Tensor, tokens: Tensor, streams: int) -> Tensor:
+        """Token embeddings copied into all residual streams: [R, hc, D]."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        """x [R, K] times w^T: [R, N] as an activation."""
+
+    @abstractmethod
+    def linear_f32(self, x: Tensor, w: Linear) -> Tensor:
+        """x [R, K] times an unquantised w^T, float32 result without rounding."""
+
+    @abstractmethod
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """RMS norm over the last dim, as an activation."""
+
+    @abstractmethod
+    def hyper_pre(self, h: Tensor, w: Hyper, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        """Streams h [R, hc, D] to the normed sublayer input.
+
+        Returns (x [R, D], post [R, hc], comb [R, hc, hc]); comb[j, k] carries
+        source stream j into destination stream k.
+        """
+
+    @abstractmethod
+    def hyper_post(self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """New streams post_k * f + sum_j comb[j, k] * h_j: [R, hc, D]."""
+
+    @abstractmethod
+    def hyper_head(self, h: Tensor, w: HyperHead, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Collapse streams: (z [R, D] before the norm, x [R, D] after it)."""
+
+    @abstractmethod
+    def tap(self, h: Tensor) -> Tensor:
+        """Mean over the streams, as an activation: [R, D]."""
+
+    @abstractmethod
+    def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
+        """Split [R, H*d] into heads, unweighted RMS norm, rotate: [R, H, d]."""
+
+    @abstractmethod
+    def key_value(self, kv: Tensor, norm: Norm, table: str, ctx: PassContext) -> Tensor:
+        """The shared K=V row in its stored form: norm, rotate, quantise: [R, d]."""
+
+    @abstractmethod
+    def compress(self, x: Tensor, w: Compressor, memory: CompressorMemory, ctx: PassContext) -> None:
+        """Store raw rows and write every entry that a row of this pass closes."""
+
+    @abstractmethod
+    def index_select(
+        self,
+        q: Tensor,
+        head_weights: Tensor,
+        keys: Tensor,
+        ratio: int,
+        top_k: int,
+        rope_dim: int,
+        table: str,
+        ctx: PassContext,
+    ) -> Tensor:
+        """Choose entries per row.
+
+        q [R, h, di] not yet rotated, head_weights [R, h], keys [P, page/ratio, di].
+        Returns int64 [R, n] entry indices in ascending order padded with -1;
+        ties go to the lowest index. n <= top_k covers the pass's longest row.
+        """
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        window: Tensor,
+        span: int,
+        sinks: Tensor,
+        entries: Tensor | None,
+        ratio: int,
+        selection: Tensor | None,
+        table: str,
+        ctx: PassContext,
+    ) -> Tensor:
+        """Attend to the last ``span`` rows and to entries; one softmax with a sink.
+
+        q [R, H, d]; kv [R, d] are the rows of this pass; window [S, ring, d]
+        holds older ones; entries [P, page/ratio, d] by page, all visible ones
+        when ``selection`` is None. The result [R, H, d] has its rotated dims
+        turned back by the row's own position.
+        """
+
+    @abstractmethod
+    def output(self, o: Tensor, wo_a: Sequence[Linear], wo_b: Linear) -> Tensor:
+        """Grouped output projection of [R, H, d]: [R, D]."""
+
+    @abstractmethod
+    def store_window(self, window: Tensor, kv: Tensor, ctx: PassContext) -> None:
+        """Write this pass's K=V rows into their rings (the last ``ring`` of each slot)."""
+
+    @abstractmethod
+    def route(self, x: Tensor, w: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids int64 [R, k] ascending, weights float32 [R, k])."""
+
+    @abstractmethod
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        shared: Sequence[tuple[Linear, Linear]],
+        limit: float,
+    ) -> Tensor:
+        """Routed experts in ascending id plus the shared ones (w13, w2): [R, D]."""
+
+    # ---- tail -------------------------------------------------------------
+    @abstractmethod
+    def build_rows(
+        self, state: SlotState, prompt: PromptRows, decodes: Tensor, widths: Tensor, decode_rows: int, max_position: int
+    ) -> tuple[RowBatch, SampleRows]:
+        """Rows of a step: prompt rows, then ``decode_rows`` rows of the slots ``decodes``.
+
+        ``widths`` int64 [G] rows per decode (0 for a request that has ended);
+        rows beyond their sum are padding.
+        """
+
+    @abstractmethod
+    def logits(self, x: Tensor, head: Linear) -> Tensor:
+        """float32 [R, V]."""
+
+    @abstractmethod
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+        """Token of each row: argmax(logits + T*noise), ties to the lowest id.
+
+        ``positions`` int64 [R] are those of the token being sampled. Returns
+        (tokens int64 [R], finite bool [R]).
+        """
+
+    @abstractmethod
+    def commit(
+        self, tokens: Tensor, finite: Tensor, rows: RowBatch, samples: SampleRows, state: SlotState, widest: int
+    ) -> Verdict:
+        """Accept, truncate at stops and limits, move cursors and anchors."""

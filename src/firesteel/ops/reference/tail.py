@@ -1,0 +1,178 @@
+"""Rows of a step, noise, sampling and commit in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firesteel.core import RowBatch, SampleRows, Verdict
+from firesteel.ops.reference.attention import ReferenceAttention
+from firesteel.ops.types import PromptRows, SlotState
+
+PHILOX_M = (0xD2511F53, 0xCD9E8D57)
+PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+TARGET_STREAM = 0  # the noise of every sampled token; drafts share it
+BELOW_ONE = 1.0 - 2.0**-24
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
+    """First word of Philox4x32-10 (Salmon et al., 2011); int64 tensors of uint32 values.
+
+    A 32x32 product wraps in int64 with the right 64 bits, so both halves come out of shifts and masks.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * PHILOX_M[0], c2 * PHILOX_M[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & MASK) ^ c1 ^ k0,
+            p1 & MASK,
+            ((p0 >> 32) & MASK) ^ c3 ^ k1,
+            p0 & MASK,
+        )
+        k0, k1 = (k0 + PHILOX_W[0]) & MASK, (k1 + PHILOX_W[1]) & MASK
+    return c0
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """-log(-log1p(-v)) float32 with v = (bits + 1/2) * 2^-32 below 1: fine-grained in the upper tail."""
+    v = ((bits.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_max(BELOW_ONE)
+    return -torch.log(-torch.log1p(-v))
+
+
+def noise(ids: Tensor, positions: Tensor, slots: Tensor, state: SlotState, stream: int = TARGET_STREAM) -> Tensor:
+    """Gumbel noise float32 [R, n] of token ids [n] for tokens sampled at ``positions`` [R].
+
+    Key (seed low word, sample index), counter (token id, position, stream, seed high word).
+    """
+    zero = torch.zeros((positions.shape[0], ids.shape[0]), dtype=torch.int64, device=ids.device)
+    counter = (
+        ids.unsqueeze(0) + zero,
+        positions.unsqueeze(-1) + zero,
+        zero + stream,
+        state.seed_hi[slots].unsqueeze(-1) + zero,
+    )
+    key = (state.seed_lo[slots].unsqueeze(-1), state.sample[slots].unsqueeze(-1))
+    return gumbel(philox(counter, key))
+
+
+class ReferenceTail(ReferenceAttention):
+    """What runs before and after the model in a step."""
+
+    def build_rows(
+        self, state: SlotState, prompt: PromptRows, decodes: Tensor, widths: Tensor, decode_rows: int, max_position: int
+    ) -> tuple[RowBatch, SampleRows]:
+        device, base = decodes.device, prompt.tokens.shape[0]
+        ends = torch.cumsum(widths, 0)
+        row = torch.arange(decode_rows, device=device)
+        group = torch.searchsorted(ends, row, right=True)
+        valid = group < decodes.shape[0]
+        g = group.clamp_max(max(decodes.shape[0] - 1, 0))
+        scratch = state.cursor.shape[0] - 1
+        if decodes.shape[0]:
+            start = ends[g] - widths[g]
+            slot = torch.where(valid, decodes[g], scratch)
+            first = torch.where(valid, base + start, base + row)
+            last = torch.where(valid, base + ends[g] - 1, base + row)
+        else:
+            assert decode_rows == 0, "draft rows need a request"
+            start, slot, first, last = row, row, row, row
+        depth = row - start
+        draft = state.drafts[slot, (depth - 1).clamp(0, state.drafts.shape[1] - 1)]
+        token = torch.where(depth == 0, state.anchor[slot], draft)
+        token = torch.where(valid, token, 0)
+        position = torch.where(valid, state.cursor[slot] + depth, 0)
+        rows = RowBatch(
+            tokens=torch.cat((prompt.tokens, token)),
+            positions=torch.cat((prompt.positions, position)),
+            slots=torch.cat((prompt.slots, slot)),
+            first=torch.cat((prompt.first, first)),
+            last=torch.cat((prompt.last, last)),
+            valid=torch.cat((torch.ones_like(prompt.tokens, dtype=torch.bool), valid)),
+            max_position=max_position,
+        )
+        return rows, self._sample_rows(prompt, decodes, widths, ends, group, base + row)
+
+    @staticmethod
+    def _sample_rows(
+        prompt: PromptRows, decodes: Tensor, widths: Tensor, ends: Tensor, group: Tensor, row: Tensor
+    ) -> SampleRows:
+        finals = prompt.sampling.shape[0]
+        one = torch.arange(finals, device=decodes.device)
+        return SampleRows(
+            rows=torch.cat((prompt.sampling, row)),
+            group=torch.cat((one, finals + group)),
+            offset=torch.cat((one, finals + ends - widths)),
+            width=torch.cat((torch.ones_like(one), widths)),
+            slots=torch.cat((prompt.slots[prompt.sampling], decodes)),
+        )
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+        finite = torch.isfinite(logits).all(-1)
+        heat = state.temperature[slots].unsqueeze(-1)
+        score = logits
+        if bool((state.temperature > 0).any()):  # T = 0 everywhere: the noise is multiplied by 0
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            score = logits + heat * noise(ids, positions, slots, state)
+        return torch.argmax(score, dim=-1), finite
+
+    def commit(
+        self, tokens: Tensor, finite: Tensor, rows: RowBatch, samples: SampleRows, state: SlotState, widest: int
+    ) -> Verdict:
+        device, slots, width = tokens.device, samples.slots, samples.width
+        step = torch.arange(widest, device=device)
+        at = (samples.offset.unsqueeze(-1) + step).clamp_max(tokens.shape[0] - 1)
+        token, good = tokens[at], finite[at]
+        if widest > 1:
+            # a first anchor has no drafts: its group is one row wide
+            hit = (token[:, :-1] == state.drafts[slots, : widest - 1]) & (step[1:] < width.unsqueeze(-1))
+            accepted = torch.cumprod(hit.to(torch.int64), -1).sum(-1)
+        else:
+            accepted = torch.zeros_like(width)
+        count = torch.where(width > 0, accepted + 1, 0)
+        count, finished = self._truncate(token, good, count, samples, rows, state)
+        runs = width > 0
+        base = rows.positions[samples.rows[samples.offset.clamp_max(tokens.shape[0] - 1)]] + 1
+        anchor = token.gather(1, (count - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        moved = runs & (count > 0)
+        state.cursor[slots] = torch.where(moved, base + count - 1, state.cursor[slots])
+        state.anchor[slots] = torch.where(moved, anchor, state.anchor[slots])
+        state.alive[slots] = torch.where(runs, (finished == 0).to(torch.int64), state.alive[slots])
+        return Verdict(token, count, torch.minimum(accepted, count), (width - 1).clamp_min(0), finished)
+
+    @staticmethod
+    def _truncate(
+        token: Tensor, good: Tensor, count: Tensor, samples: SampleRows, rows: RowBatch, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        """Cut (tokens [G, W], count [G]) at the first bad row, stop id or length limit."""
+        widest = token.shape[1]
+        step = torch.arange(widest, device=token.device)
+
+        def first(where: Tensor) -> Tensor:
+            return torch.where(where, step, widest).amin(-1)
+
+        finished = torch.zeros_like(count)
+        bad = first(~good)
+        finished = torch.where(bad < count, 3, finished)
+        count = torch.minimum(count, bad)
+        stop = first((token.unsqueeze(-1) == state.stop_ids[samples.slots].unsqueeze(1)).any(-1))
+        finished = torch.where(stop < count, 1, finished)
+        count = torch.minimum(count, stop + 1)
+        base = rows.positions[samples.rows[samples.offset.clamp_max(samples.rows.shape[0] - 1)]] + 1
+        room = state.max_len[samples.slots] - base
+        finished = torch.where((room < count) | ((room == count) & (finished == 0)), 2, finished)
+        count = torch.minimum(count, room.clamp_min(0))
+        return count, torch.where(samples.width > 0, finished, 0)
+
+
+class ReferenceOps(ReferenceTail):
+    """The plain torch backend: oracle of the others, and complete by itself."""
+
+    name = "reference"
+
+    def __init__(self, numerics: object):
+        from firesteel.ops.types import Numerics
+
+        assert isinstance(numerics, Numerics)
+        self.numerics = numerics

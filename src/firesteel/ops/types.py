@@ -1,0 +1,193 @@
+"""What ops take and give: prepared weights, numerics, the context of one pass.
+
+Shapes: R rows, D hidden, d head dim, H heads, hc residual streams, S slots
+(the last one is scratch), P pages (page 0 is scratch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from firesteel.core import RowBatch
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Which rounding the model performs.
+
+    ``official``: activations on the bf16 grid, quantised linears see e4m3
+    activations (one power-of-two scale per 128 channels), K=V rows and
+    entries are e4m3 in their unrotated dims, the indexer is Hadamard-rotated
+    FP4. ``float32``: dequantised weights, no rounding anywhere.
+    """
+
+    official: bool
+
+    @property
+    def name(self) -> str:
+        """The setting's spelling."""
+        return "official" if self.official else "float32"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotary table as frequencies: ``inv_freq`` float32 [rd/2], on the device."""
+
+    inv_freq: Tensor
+    dim: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A prepared weight [N, K]; ``data`` belongs to the backend that made it.
+
+    ``quantised``: the checkpoint holds FP8 or FP4, so official numerics
+    quantise the activations in front of it.
+    """
+
+    data: Any
+    n: int
+    k: int
+    quantised: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Prepared routed experts: ``w13`` [E, 2I, D] (gate first), ``w2`` [E, D, I]."""
+
+    w13: Any
+    w2: Any
+    count: int
+    inner: int
+    quantised: bool
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Coefficient weights of one mHC sublayer: fn [(2+hc)hc, hc*D], base, scale [3]."""
+
+    fn: Linear
+    base: Tensor
+    scale: Tensor
+    iters: int
+    eps: float
+    rms_eps: float
+
+
+@dataclass(frozen=True)
+class HyperHead:
+    """Weights of the final collapse: fn [hc, hc*D], base [hc], scale [1]."""
+
+    fn: Linear
+    base: Tensor
+    scale: Tensor
+    eps: float
+    rms_eps: float
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm: weight float32 [n] (None: unweighted) and its epsilon."""
+
+    weight: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Router:
+    """Gate [E, D] with either a selection bias [E] or a token id table [V, k]."""
+
+    gate: Linear
+    bias: Tensor | None
+    table: Tensor | None
+    top_k: int
+    scale: float
+
+
+@dataclass
+class CompressorMemory:
+    """State of one compressor.
+
+    ``raw`` float32 [S, ring, 2*width]: (value | gate score) of recent rows,
+    ring slot = position mod ring. ``entries`` [P, page/ratio, dim]: finished
+    entries by page.
+    """
+
+    raw: Tensor
+    entries: Tensor
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Weights of one compressor.
+
+    ``project`` [2*width, D]: values then gate scores, width = dim (HCA) or
+    2*dim (CSA: A half then B half). ``ape`` float32 [ratio, width].
+    """
+
+    project: Linear
+    ape: Tensor
+    norm: Norm
+    ratio: int
+    dim: int
+    overlap: bool
+    rope_dim: int
+    index: bool = False  # indexer keys: Hadamard and FP4 in official numerics
+
+
+@dataclass
+class SlotState:
+    """Per-slot state on the device; S lines, the last one is scratch.
+
+    int64 [S]: ``cursor`` (position of the anchor: all before it have run),
+    ``anchor``, ``alive`` (1 while the request may go on), ``max_len`` (total
+    tokens allowed), ``seed_lo, seed_hi, sample`` (noise key). ``temperature``
+    float32 [S]; ``stop_ids`` int64 [S, n] padded with -1; ``drafts`` int64
+    [S, K], ``draft_len`` int64 [S].
+    """
+
+    cursor: Tensor
+    anchor: Tensor
+    alive: Tensor
+    max_len: Tensor
+    seed_lo: Tensor
+    seed_hi: Tensor
+    sample: Tensor
+    temperature: Tensor
+    stop_ids: Tensor
+    drafts: Tensor
+    draft_len: Tensor
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompt rows of a plan, on the device: int64 [R_p] as in RowBatch, and the
+    row indices ``sampling`` int64 [F] of the last rows of final chunks."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    first: Tensor
+    last: Tensor
+    sampling: Tensor
+
+
+@dataclass
+class PassContext:
+    """Everything about one pass that all layers share.
+
+    ``page_table`` int64 [S, pages]; ``rotary`` maps a table name to the
+    (cos, sin) float32 [R, rd/2] of the rows; ``entry_rotary`` maps a ratio to
+    those of the entry a row would close. ``scratch`` keeps what a backend
+    wants to compute once per pass.
+    """
+
+    rows: RowBatch
+    page_table: Tensor
+    page_size: int
+    rotary: dict[str, tuple[Tensor, Tensor]]
+    entry_rotary: dict[int, tuple[Tensor, Tensor]]
+    scratch: dict[Any, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Training of small DeepSeek-V4 models with quantisation in the loop."""

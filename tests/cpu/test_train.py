@@ -1,0 +1,141 @@
+"""The trainable V4 against transformers, and its own invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from firesteel.models.deepseek_v4.config import V4Config, Yarn
+from firesteel.train import quant
+from firesteel.train.model import V4Train
+from firesteel.train.attention import Numerics
+
+pytestmark = pytest.mark.cpu
+
+
+def tiny(**changes: object) -> V4Config:
+    """A geometry with every layer kind, small enough for a CPU."""
+    cfg = V4Config(
+        vocab_size=96, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=64,
+        qk_rope_head_dim=16, q_lora_rank=64, o_lora_rank=32, o_groups=2, index_n_heads=16, index_head_dim=32,
+        index_topk=4, sliding_window=16, compress_ratios=(0, 4, 16, 4), rope_theta=10000.0,
+        compress_rope_theta=160000.0, yarn=Yarn(4.0, 64, 32.0, 1.0), max_position_embeddings=256,
+        rms_norm_eps=1e-6, hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, moe_intermediate_size=64,
+        n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, num_hash_layers=1,
+        routed_scaling_factor=1.5, swiglu_limit=10.0, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return dataclasses.replace(cfg, **changes)  # type: ignore[arg-type]
+
+
+def randomise(model: V4Train, seed: int = 3) -> None:
+    """Random values everywhere, also where training starts from constants."""
+    gen = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=gen)
+        p.data += noise * (0.3 if p.ndim == 1 or "ape" in name or name.endswith("_fn") else 0.02)
+    for name, b in model.named_buffers():
+        if name.endswith("gate.bias"):
+            b += 0.1 * torch.randn(b.shape, generator=gen)
+
+
+HF_NAMES = {
+    "attn.q_norm": "self_attn.q_a_norm", "attn.wq_a": "self_attn.q_a_proj", "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj", "attn.kv_norm": "self_attn.kv_norm", "attn.attn_sink": "self_attn.sinks",
+    "attn.wo_a": "self_attn.o_a_proj", "attn.wo_b": "self_attn.o_b_proj",
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.compressor.norm": "self_attn.compressor.kv_norm",
+    "attn.compressor.ape": "self_attn.compressor.position_bias",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.compressor.norm": "self_attn.compressor.indexer.kv_norm",
+    "attn.indexer.compressor.ape": "self_attn.compressor.indexer.position_bias",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn.gate.weight": "mlp.gate.weight",
+    "ffn.gate.bias": "mlp.gate.e_score_correction_bias", "ffn.gate.tid2eid": "mlp.gate.tid2eid",
+    "ffn.experts.w2": "mlp.experts.down_proj", "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj", "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    **{f"hc_{part}_{what}": f"{part}_hc.{what}" for part in ("attn", "ffn") for what in ("fn", "base", "scale")},
+}  # fmt: skip
+HF_TOP = {
+    "embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
+    "norm.weight": "model.norm.weight", "hc_head_fn": "model.hc_head.hc_fn",
+    "hc_head_base": "model.hc_head.hc_base", "hc_head_scale": "model.hc_head.hc_scale",
+}  # fmt: skip
+
+
+def hf_state(model: V4Train) -> dict[str, Tensor]:
+    """Our weights under transformers' names."""
+    ours = model.state_dict()
+    out = {HF_TOP[k]: v for k, v in ours.items() if k in HF_TOP}
+    for key, value in ours.items():
+        if not key.startswith("layers."):
+            continue
+        _, number, rest = key.split(".", 2)
+        if rest in ("ffn.experts.w1", "ffn.experts.w3"):
+            continue
+        name = HF_NAMES.get(rest) or HF_NAMES[rest.removesuffix(".weight")] + ".weight"
+        out[f"model.layers.{number}.{name}"] = value
+    for i in range(len(model.layers)):
+        pair = [ours[f"layers.{i}.ffn.experts.{w}"] for w in ("w1", "w3")]
+        out[f"model.layers.{i}.mlp.experts.gate_up_proj"] = torch.cat(pair, 1)
+    return out
+
+
+def hf_model(cfg: V4Config) -> torch.nn.Module:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 16: "heavily_compressed_attention"}
+    assert cfg.yarn is not None
+    factor = cfg.qk_rope_head_dim / cfg.head_dim
+    hf = DeepseekV4Config(
+        **{k: getattr(cfg, k) for k in (
+            "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "head_dim", "q_lora_rank", "num_experts_per_tok", "n_routed_experts", "routed_scaling_factor",
+            "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "swiglu_limit",
+            "sliding_window", "o_groups", "o_lora_rank", "index_n_heads", "index_head_dim", "index_topk",
+            "rms_norm_eps", "rope_theta", "compress_rope_theta",
+        )},
+        layer_types=[kinds[r] for r in cfg.compress_ratios],
+        compress_rates={kinds[4]: 4, kinds[16]: 16},
+        mlp_layer_types=["hash_moe" if cfg.is_hash_layer(i) else "moe" for i in range(cfg.num_hidden_layers)],
+        partial_rotary_factor=factor,
+        rope_parameters={
+            "main": {"rope_type": "default", "rope_theta": cfg.rope_theta, "partial_rotary_factor": factor},
+            "compress": {
+                "rope_type": "yarn", "rope_theta": cfg.compress_rope_theta, "partial_rotary_factor": factor,
+                "factor": cfg.yarn.factor, "beta_fast": cfg.yarn.beta_fast, "beta_slow": cfg.yarn.beta_slow,
+                "original_max_position_embeddings": cfg.yarn.original_max_position_embeddings,
+                "attention_factor": 1.0,
+            },
+        },
+    )  # fmt: skip
+    return DeepseekV4ForCausalLM(hf)
+
+
+def build(num: Numerics, cfg: V4Config | None = None) -> V4Train:
+    torch.manual_seed(1)
+    model = V4Train(cfg or tiny(), num)
+    randomise(model)
+    return model.eval()
+
+
+FLOAT32 = Numerics(quantise=False, dtype=torch.float32)
+
+
+@torch.no_grad()
+def test_float32_forward_equals_transformers() -> None:
+    cfg = tiny()
+    model = build(FLOAT32, cfg)
+    other = hf_model(cfg).eval()
+    missing, unexpected = other.load_state_dict(hf_state(model), strict=False)
+    assert not unexpected and not [m for m in missing if "rotary" not in m], (missing, unexpected)
+    tokens = torch.randint(3, cfg.vocab_size, (2, 75), generator=torch.Generator().manual_seed(5))
+    ours = model.logits(model(tokens).hidden)
+    theirs = other(tokens, use_cache=False).logits
+    assert ours.std() > 0.3
+    assert (ours - theirs).abs().max() < 2e-4
