@@ -8,16 +8,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from firesteel.config import EngineConfig, SamplingParams
-    from firesteel.engine.llm import LLM, Completion
+    from firesteel.engine.asynchronous import AsyncEngine
+    from firesteel.engine.llm import LLM
+    from firesteel.engine.output import Completion
 
 _LAZY = {
+    "AsyncEngine": "firesteel.engine.asynchronous",
     "LLM": "firesteel.engine.llm",
-    "Completion": "firesteel.engine.llm",
+    "Completion": "firesteel.engine.output",
     "EngineConfig": "firesteel.config",
     "SamplingParams": "firesteel.config",
 }
 
-__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "Completion", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 NumericsName = Literal["official", "float32"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 16
+MAX_BIAS = 1024
+MAX_N = 128
 
 
 class ParameterError(ValueError):
@@ -26,65 +32,226 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _between(low: float, high: float, *, open_low: bool = False) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, int | float) or not _is_number(value):
+            return False
+        return (low < value if open_low else low <= value) and value <= high
+
+    return check
+
+
+# name -> (check, what is expected); for plain numbers
+_NUMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "temperature": (_between(0, 100), "a number from 0 (greedy) to 100"),
+    "top_p": (_between(0, 1, open_low=True), "a number above 0, at most 1"),
+    "min_p": (_between(0, 1), "a number from 0 to 1"),
+    "repetition_penalty": (_between(0, 100, open_low=True), "a number above 0, at most 100"),
+    "presence_penalty": (_between(-2, 2), "a number from -2 to 2"),
+    "frequency_penalty": (_between(-2, 2), "a number from -2 to 2"),
+}
+
+# name -> (lowest, highest or None, whether None is allowed)
+_INTEGERS: dict[str, tuple[int, int | None, bool]] = {
+    "max_tokens": (0, None, False),
+    "min_tokens": (0, None, False),
+    "n": (1, MAX_N, False),
+    "seed": (0, 2**64 - 1, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
+    "prompt_logprobs": (0, MAX_LOGPROBS, True),
+}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled; every field is checked when it is built.
 
-    ``seed`` (0 <= seed < 2**64) keys all noise of the request; ``None`` lets
-    the engine draw one and report it. The text is a function of weights,
-    prompt, these values and the seed alone.
+    The text is a function of weights, prompt, these values and the seed alone.
+
+    max_tokens, min_tokens: bounds of the answer's length; below the minimum no
+        end token, stop id or stop string ends it.
+    temperature: 0 is greedy.
+    top_k: keep that many of the best tokens; 0 or -1 keeps all.
+    top_p: keep the smallest set of best tokens with that much probability.
+    min_p: keep tokens with at least that share of the best one's probability.
+    repetition_penalty: > 1 weakens tokens of the prompt and the answer.
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence in the answer.
+    logit_bias: token id -> number added to its logit.
+    allowed_token_ids: if given, nothing else can be sampled.
+    bad_words: strings that cannot be completed (encoded by the tokenizer).
+    bad_word_ids: the same as token id sequences.
+    stop, stop_token_ids: end the answer; include_stop_str_in_output keeps the string.
+    ignore_eos: go on behind the model's end token.
+    seed: keys all noise (0 <= seed < 2**64); None lets the engine draw one and report it.
+    n: samples of one prompt; they share the seed and differ in their sample index.
+    logprobs: report that many best tokens per position (0: the sampled one only),
+        log-probabilities of the model before any of the above.
+    prompt_logprobs: the same for every prompt position but the first.
+    echo: the prompt's text and ids in front of the answer's.
+    cache_salt: requests share prefixes only with an equal salt.
+    priority: smaller runs first.
     """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     temperature: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    cache_salt: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 0, "max_tokens", self.max_tokens, "an integer >= 0")
+        for name, (check, want) in _NUMBERS.items():
+            _require(check(getattr(self, name)), name, getattr(self, name), want)
+        for name, (low, high, optional) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            ok = _is_int(value) and value >= low and (high is None or value <= high)
+            _require(
+                ok, name, value, f"an integer from {low}" + (f" to {high}" if high is not None else " up")
+            )
         _require(
-            _is_number(self.temperature) and 0.0 <= self.temperature <= 100.0,
-            "temperature",
-            self.temperature,
-            "a number from 0 (greedy) to 100",
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "an integer from 1 up, or 0 for all",
         )
-        if self.seed is not None:
-            _require(_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", self.seed, "an integer in 0 .. 2**64-1")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        _require(all(isinstance(s, str) and s for s in stops), "stop", self.stop, "non-empty strings")
-        object.__setattr__(self, "stop", stops)
-        ids = tuple(self.stop_token_ids)
-        _require(all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids, "token ids >= 0")
-        object.__setattr__(self, "stop_token_ids", ids)
+        _require(_is_int(self.priority), "priority", self.priority, "an integer")
+        _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
+        for name in ("include_stop_str_in_output", "ignore_eos", "echo"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        self._check_lists()
+        if self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it"
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ParameterError("n: greedy samples are all the same; raise temperature or set n=1")
+
+    def _check_lists(self) -> None:
+        def ids(value: Any) -> bool:
+            return isinstance(value, tuple) and all(_is_int(i) and i >= 0 for i in value)
+
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, str) else tuple(value)
+            _require(all(isinstance(s, str) and s for s in value), name, value, "non-empty strings")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require(ids(self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids >= 0")
+        words = tuple(tuple(w) for w in self.bad_word_ids)
+        _require(all(w and ids(w) for w in words), "bad_word_ids", words, "non-empty lists of token ids")
+        object.__setattr__(self, "bad_word_ids", words)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(self.allowed_token_ids)
+            _require(bool(allowed) and ids(allowed), "allowed_token_ids", allowed, "at least one token id")
+            object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(allowed))))
+        bias = self.logit_bias
+        _require(
+            isinstance(bias, Mapping) and len(bias) <= MAX_BIAS,
+            "logit_bias",
+            bias,
+            f"at most {MAX_BIAS} entries",
+        )
+        for token, value in bias.items():
+            _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids >= 0 as keys")
+            _require(_between(-100, 100)(value), "logit_bias", value, "numbers from -100 to 100 as values")
+        object.__setattr__(self, "logit_bias", dict(bias))
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same parameters with the seed fixed."""
         return replace(self, seed=seed)
 
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise ParameterError if any token id is outside 0..vocab_size-1."""
+        groups: dict[str, tuple[int, ...]] = {
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+            "bad_word_ids": tuple(i for w in self.bad_word_ids for i in w),
+        }
+        for name, ids in groups.items():
+            bad = next((i for i in ids if i >= vocab_size), None)
+            if bad is not None:
+                raise ParameterError(f"{name}: token id {bad} is outside 0..{vocab_size - 1}")
+
+    @classmethod
+    def of(cls, **values: Any) -> SamplingParams:
+        """Build from keywords; an unknown one is an error that lists the known."""
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ParameterError(f"unknown sampling parameter {unknown[0]!r}; known: {', '.join(known)}")
+        return cls(**values)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits and choices of one engine; checked when it is built."""
+    """Limits and choices of one engine; checked when it is built.
+
+    max_num_seqs: requests that run at once (slots).
+    max_num_batched_tokens: rows of one step.
+    max_model_len: tokens of one request, prompt included; None: what the
+        checkpoint allows, at most ``default_model_len``.
+    num_pages: history pages of 256 tokens, shared by running requests and the
+        prefix cache; None: enough for every slot at full length, and a quarter more.
+    max_waiting: requests that may queue; more are refused.
+    prefix_caching: reuse of common prefixes.
+    swap_gib: host memory for preempted requests; beyond it they are recomputed.
+    debug_sync: any host/device synchronisation without a name is an error.
+    debug_poison: after each step overwrite all state that no longer counts with NaN.
+    """
 
     numerics: NumericsName = "official"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
-    max_model_len: int | None = None  # None: what the checkpoint allows, at most `default_model_len`
-    num_pages: int | None = None  # None: enough for every slot at full length
-    backend: str = "auto"  # ops backend: auto, reference, native
-    threads: int | None = None  # CPU threads of one op; None: leave as it is
+    max_model_len: int | None = None
+    num_pages: int | None = None
+    max_waiting: int = 4096
+    prefix_caching: bool = True
+    swap_gib: float = 4.0
+    backend: str = "auto"
+    threads: int | None = None
     default_model_len: int = 4096
+    debug_sync: bool = False
+    debug_poison: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.numerics in ("official", "float32"), "numerics", self.numerics, "'official' or 'float32'")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "default_model_len"):
+        _require(
+            self.numerics in ("official", "float32"), "numerics", self.numerics, "'official' or 'float32'"
+        )
+        for name in ("max_num_seqs", "max_num_batched_tokens", "default_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, name, value, "an integer >= 1")
         for name in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), name, value, "an integer >= 1 or None")
+        _require(_between(0, 1e6)(self.swap_gib), "swap_gib", self.swap_gib, "a number of GiB >= 0")
+        for name in ("prefix_caching", "debug_sync", "debug_poison"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+
+    @property
+    def slots(self) -> int:
+        """Requests that really run at once: each needs a row of the step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @classmethod
     def of(cls, **changes: Any) -> EngineConfig:

@@ -24,8 +24,37 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True)
+class Shaping:
+    """What changes a request's logits before they are sampled (host values).
+
+    ``stop_from`` is the position of the first token that may end the answer;
+    ``prompt_len`` separates prompt from answer in the penalties.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_from: int = 0
+    prompt_len: int = 0
+
+    @property
+    def neutral(self) -> bool:
+        """Whether it changes nothing."""
+        return self == Shaping(stop_from=self.prompt_len, prompt_len=self.prompt_len)
+
+
+@dataclass(frozen=True)
 class Admission:
-    """A request takes a slot: what the device must know of it (host values)."""
+    """A request takes a slot: what the device must know of it (host values).
+
+    ``start`` is the position of its first row: behind the reused prefix.
+    """
 
     request_id: int
     slot: int
@@ -34,6 +63,41 @@ class Admission:
     temperature: float
     max_len: int  # total tokens, prompt included
     stop_ids: tuple[int, ...]
+    shaping: Shaping = Shaping()
+    prefix: tuple[int, ...] = ()  # reused prompt tokens, which no row will carry
+    snapshot: tuple[int, ...] = ()  # arena pages to fill the window from
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return len(self.prefix)
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy a request's device state out of its slot (preemption)."""
+
+    request_id: int
+    slot: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Put a saved request into a slot and fresh pages."""
+
+    request_id: int
+    slot: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """After the step, store the window before ``boundary`` of a slot in ``pages``."""
+
+    slot: int
+    boundary: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +109,8 @@ class Chunk:
     start: int  # absolute position of the first row
     tokens: tuple[int, ...]
     last: bool  # ends the prompt: its last row samples the first anchor
+    scored: bool = False  # report the log-probabilities of its tokens
+    following: int = -1  # prompt token behind the chunk, if it is scored and not last
 
     @property
     def end(self) -> int:
@@ -92,6 +158,13 @@ class StepPlan:
     budget: Budget
     max_position: int
     admissions: tuple[Admission, ...] = ()
+    saves: tuple[Save, ...] = ()
+    restores: tuple[Restore, ...] = ()
+    snapshots: tuple[SnapshotOrder, ...] = ()
+    forget: tuple[int, ...] = ()  # saved requests that ended
+    shaped: bool = False  # some sampling row has its logits changed
+    random: bool = True  # some sampling row has a temperature above 0
+    logprobs: int = -1  # the most that any sampling or scored row reports; -1: none
 
     @property
     def prompt_rows(self) -> int:
@@ -168,6 +241,21 @@ class Draft:
     tokens: Tensor
     length: Tensor
     survival: Tensor
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of rows, on the device.
+
+    ``chosen`` float32 [R] of the sampled (or given) token; ``rank`` int64 [R]
+    how many tokens are better; ``ids`` int64 and ``values`` float32 [R, n] the
+    best ones, ties to the lowest id.
+    """
+
+    chosen: Tensor
+    rank: Tensor
+    ids: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)

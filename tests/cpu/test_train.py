@@ -10,8 +10,8 @@ from torch import Tensor
 
 from firesteel.models.deepseek_v4.config import V4Config, Yarn
 from firesteel.train import quant
-from firesteel.train.model import V4Train
 from firesteel.train.attention import Numerics
+from firesteel.train.model import V4Train
 
 pytestmark = pytest.mark.cpu
 
@@ -139,3 +139,116 @@ def test_float32_forward_equals_transformers() -> None:
     theirs = other(tokens, use_cache=False).logits
     assert ours.std() > 0.3
     assert (ours - theirs).abs().max() < 2e-4
+
+
+@torch.no_grad()
+def test_indexer_choice_matters() -> None:
+    """The comparison above exercises the top-k: choosing all entries gives another result."""
+    cfg = tiny()
+    tokens = torch.randint(3, cfg.vocab_size, (1, 75), generator=torch.Generator().manual_seed(5))
+    few = build(FLOAT32, cfg)
+    many = build(FLOAT32, dataclasses.replace(cfg, index_topk=64))
+    few, many = few(tokens).hidden, many(tokens).hidden
+    assert torch.equal(few[:, :19], many[:, :19])
+    assert (few - many).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@torch.no_grad()
+def test_packed_documents_equal_documents_alone(quantise: bool) -> None:
+    cfg = dataclasses.replace(tiny(), index_topk=64)
+    model = build(Numerics(quantise, torch.float32), cfg)
+    gen = torch.Generator().manual_seed(6)
+    docs = [torch.randint(3, 96, (n,), generator=gen) for n in (37, 16, 50)]
+    row = torch.full((1, 128), 2)
+    blocks = torch.full((1, 8), -1, dtype=torch.int32)
+    places = []
+    at = 0
+    for i, doc in enumerate(docs):
+        row[0, at : at + len(doc)] = doc
+        span = -(-len(doc) // 16)
+        blocks[0, at // 16 : at // 16 + span] = i
+        places.append(at)
+        at += span * 16
+    packed = model(row, blocks, 1).hidden[0]
+    for doc, start in zip(docs, places, strict=True):
+        alone = model(doc[None]).hidden[0]
+        difference = (packed[start : start + len(doc)] - alone).abs()
+        # a rounding step may flip where rotated values differ in the last bit
+        assert difference.mean() < (2e-2 if quantise else 1e-5), difference.mean()
+    other = row.clone()
+    other[0, :37] = 5
+    assert torch.allclose(model(other, blocks, 1).hidden[0, 48:112], packed[48:112], atol=1e-6)
+
+
+def test_fake_formats_are_the_stored_formats() -> None:
+    from firesteel.checkpoint.codecs import QTensor
+
+    gen = torch.Generator().manual_seed(7)
+    w = torch.randn(200, 320, generator=gen) * torch.exp(2 * torch.randn(200, 1, generator=gen))
+    w[:32] = (w[:32] * 4).round() / 4  # ties
+    assert torch.equal(quant.fake_fp4_weight(w), QTensor.fp4(w).dequant())
+    assert torch.equal(quant.fake_fp8_weight(w), QTensor.fp8(w).dequant())
+    for fake in (quant.fake_fp4_weight, quant.fake_fp8_weight, quant.fake_act):
+        x = w[:, :256]
+        assert torch.equal(fake(fake(x)), fake(x))
+
+
+def test_straight_through_gradient_is_identity() -> None:
+    x = torch.randn(4, 256).requires_grad_()
+    weight = torch.randn(4, 256)
+    (quant.fake_act(x) * weight).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, weight)
+
+
+def test_pow2_ceil_is_exact() -> None:
+    x = torch.tensor([1.0, 2.0, 0.75, 1.0000001, 3.0, 2.0**-20, 448.0 / 448])
+    assert quant.pow2_ceil(x).tolist() == [1.0, 2.0, 1.0, 2.0, 4.0, 2.0**-20, 1.0]
+
+
+def test_learning_and_reload(tmp_path: object) -> None:
+    """A few steps on one batch lower the loss; the exported folder computes the same logits."""
+    from pathlib import Path
+
+    from firesteel.train.export import export, load
+    from firesteel.train.optim import Optimiser
+
+    assert isinstance(tmp_path, Path)
+    torch.manual_seed(2)
+    num = Numerics(True, torch.float32)
+    model = V4Train(tiny(), num).train()
+    optimiser = Optimiser(model)
+    tokens = torch.randint(3, 96, (2, 64), generator=torch.Generator().manual_seed(8))
+    losses = []
+    for _ in range(12):
+        out = model(tokens)
+        logits = model.logits(out.hidden[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        (loss + out.index_loss).backward()
+        optimiser.step(1.0)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 1.0, losses
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()  # parts stored in BF16 are compared at that precision
+    (tmp_path / "tokenizer.json").write_text("{}")
+    folder = export(model, tmp_path / "out", tmp_path / "tokenizer.json")
+    again = load(folder, num).eval()
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model.logits(model(tokens).hidden), again.logits(again(tokens).hidden))
+
+
+@torch.no_grad()
+def test_greedy_does_not_depend_on_the_guess() -> None:
+    from firesteel.train.evaluate import greedy
+
+    model = build(Numerics(False, torch.float32))
+    prompts = [[0, 5, 9, 33], [0, 7, 8, 9, 10, 11, 50]]
+    plain = greedy(model, prompts, [[], []], limit=12)
+    good = greedy(model, prompts, [plain[0], plain[1][:5] + [4, 4]], limit=12)
+    assert plain == good
+    steps = [list(prompts[0])]
+    for _ in range(12):
+        best = model.logits(model(torch.tensor(steps)).hidden)[0, -1].argmax()
+        steps[0].append(int(best))
+    assert steps[0][4:] == plain[0]

@@ -171,9 +171,7 @@ def fp8_quant(
     weight = weight.to(torch.float32)
     rows, cols = weight.shape[-2:]
     grid = block_shape(rows, cols)
-    padded = torch.nn.functional.pad(
-        weight, (0, grid[1] * FP8_BLOCK - cols, 0, grid[0] * FP8_BLOCK - rows)
-    )
+    padded = torch.nn.functional.pad(weight, (0, grid[1] * FP8_BLOCK - cols, 0, grid[0] * FP8_BLOCK - rows))
     tiles = padded.unflatten(-1, (grid[1], FP8_BLOCK)).unflatten(-3, (grid[0], FP8_BLOCK))
     amax = tiles.abs().amax((-3, -1))
     if scales == "e8m0":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -123,7 +123,7 @@ def entry_fields(label: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[in
     return dtype, tuple(shape), (offsets[0], offsets[1])
 
 
-def counts(value: Any) -> bool:
+def counts(value: Any) -> TypeGuard[list[int]]:
     """Whether ``value`` is a list of non-negative integers (booleans are not)."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
@@ -200,8 +200,9 @@ class Checkpoint:
         duplicates and index faults are kept for ``check``.
         """
         folder = Path(path)
+        problems: list[str] = []
         if folder.is_file():
-            stored, problems = read_header(folder).tensors, []
+            stored = read_header(folder).tensors
             folder = folder.parent
         elif folder.is_dir():
             stored, problems = scan(folder)
@@ -345,7 +346,9 @@ def first_bad(label: str, bad: torch.Tensor, data: torch.Tensor, expected: str, 
         return
     index = [int(i) for i in bad.nonzero()[0]]
     value = data[tuple(index)].item()
-    raise CheckpointError(f"{label}: index {index}: expected {expected}, found {unit}{value} ({int(bad.sum())} in all)")
+    raise CheckpointError(
+        f"{label}: index {index}: expected {expected}, found {unit}{value} ({int(bad.sum())} in all)"
+    )
 
 
 def check_ids(label: str, table: torch.Tensor, below: int) -> None:
@@ -355,4 +358,6 @@ def check_ids(label: str, table: torch.Tensor, below: int) -> None:
     twice = (order[..., 1:] == order[..., :-1]).any(-1)
     if bool(twice.any()):
         row = int(twice.nonzero()[0, 0])
-        raise CheckpointError(f"{label}: row {row}: expected distinct expert ids, found {table[row].tolist()}")
+        raise CheckpointError(
+            f"{label}: row {row}: expected distinct expert ids, found {table[row].tolist()}"
+        )

@@ -101,7 +101,9 @@ class Stored:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def compare(specs: Mapping[str, TensorSpec], found: Mapping[str, Stored], ignored: Mapping[str, str]) -> list[str]:
+def compare(
+    specs: Mapping[str, TensorSpec], found: Mapping[str, Stored], ignored: Mapping[str, str]
+) -> list[str]:
     """Every way in which ``found`` is not exactly ``specs`` plus ``ignored``; empty if it is."""
     problems = []
     for name, spec in specs.items():

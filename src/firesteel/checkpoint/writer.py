@@ -150,7 +150,9 @@ def write_checkpoint(
         shard = shard_of(name) if shard_of else None
         if shard != current:
             if shard in done:
-                raise CheckpointError(f"tensor '{name}': comes after its file {shard} was closed; group by file")
+                raise CheckpointError(
+                    f"tensor '{name}': comes after its file {shard} was closed; group by file"
+                )
             writer.flush()
             done.add(shard if shard is not None else -1)
             current = shard

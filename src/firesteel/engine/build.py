@@ -8,10 +8,14 @@ from pathlib import Path
 
 import torch
 
+from firesteel.checkpoint.reader import Checkpoint
 from firesteel.config import EngineConfig, ParameterError
 from firesteel.engine.loop import Engine
 from firesteel.engine.memory import Memory
+from firesteel.engine.prefix import PrefixCache
 from firesteel.engine.runner import Runner
+from firesteel.engine.slots import Slots
+from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.layout import open_checkpoint
 from firesteel.models.deepseek_v4.model import Target
@@ -44,6 +48,13 @@ def model_length(config: V4Config, settings: EngineConfig) -> int:
     return wish
 
 
+def page_count(config: V4Config, settings: EngineConfig, length: int) -> int:
+    """History pages: the setting, or every slot at full length and a quarter more for the prefix cache."""
+    if settings.num_pages is not None:
+        return settings.num_pages
+    return -(-length // config.page_size) * settings.slots * 5 // 4 + 8
+
+
 def build_engine(
     path: str | Path | None, settings: EngineConfig, progress: Callable[[str], None] = lambda _: None
 ) -> Built:
@@ -57,14 +68,22 @@ def build_engine(
     notes = [f"ops: {choice.ops.name}", f"numerics: {settings.numerics}"]
     notes += [f"ops {name} not used: {why}" for name, why in choice.reasons.items()]
     length = model_length(config, settings)
-    per_slot = -(-length // config.page_size)
-    pages = settings.num_pages or per_slot * settings.max_num_seqs
     with open_checkpoint(folder, config) as checkpoint:
         skip_drafter(checkpoint)
         weights = build_target(checkpoint, config, choice.ops, device, progress)
         checkpoint.finish()
-    memory = Memory(config, settings.max_num_seqs, length, pages, gamma=0, device=device)
-    runner = Runner(Target(config, weights, choice.ops), memory, gamma=0, device=device)
+    slots, gamma = settings.slots, 0
+    memory = Memory(config, slots, length, page_count(config, settings, length), gamma, device)
+    runner = Runner(
+        Target(config, weights, choice.ops),
+        memory,
+        Slots(slots + 1, config.vocab_size, length, gamma, device),
+        SyncGuard(settings.debug_sync, device),
+        settings.debug_poison,
+    )
+    cache = None
+    if settings.prefix_caching:
+        cache = PrefixCache(memory.pool, memory.page_size, f"{settings.numerics} {choice.ops.name}")
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder)
@@ -72,15 +91,13 @@ def build_engine(
     else:
         notes.append("no tokenizer.json: prompts must be token ids")
     eos = tuple(dict.fromkeys((config.eos_token_id, *(tokenizer.stop_token_ids if tokenizer else ()))))
-    engine = Engine(settings, config.vocab_size, length, eos, memory, runner)
+    engine = Engine(settings, config.vocab_size, length, eos, memory, runner, cache)
     return Built(engine, config, tokenizer, folder, tuple(notes))
 
 
-def skip_drafter(checkpoint: object) -> None:
+def skip_drafter(checkpoint: Checkpoint) -> None:
     """Declare the drafter's tensors unused while no drafter runs."""
-    from firesteel.checkpoint.reader import Checkpoint
-
-    assert isinstance(checkpoint, Checkpoint) and checkpoint.layout is not None
+    assert checkpoint.layout is not None, "open_checkpoint checks a layout"
     for name in checkpoint.layout.specs:
         if name.startswith("mtp."):
             checkpoint.skip(name, "speculation is off")

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from firesteel.config import EngineConfig, ParameterError, SamplingParams
 from firesteel.core import FinishReason
 from firesteel.engine.build import build_engine
-from firesteel.engine.output import TextStream
-from firesteel.models.deepseek_v4.chat import encode_messages, resolve_mode
-
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One finished answer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: Mapping[str, int]
-    seed: int
-    stats: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, as ``firesteel generate --json`` prints them."""
-        return {**asdict(self), "token_ids": list(self.token_ids)}
-
-
-@dataclass
-class _Job:
-    prompt_tokens: int
-    stream: TextStream | None
-    ids: list[int]
-    seed: int
-    started: float
-    ended: float = 0.0
-    steps: int = 0
-    finish: FinishReason | None = None
+from firesteel.engine.frontend import Frontend, Prompt
+from firesteel.engine.output import Answer, Completion
 
 
 class LLM:
@@ -54,23 +21,44 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, progress: Callable[[str], None] = lambda _: None, **settings: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        progress: Callable[[str], None] = lambda _: None,
+        **settings: Any,
     ):
         self.settings = EngineConfig.of(**settings)
-        built = build_engine(model, self.settings, progress)
-        self.engine, self.config, self.tokenizer = built.engine, built.model, built.tokenizer
-        self.path, self.notes = built.path, built.notes
+        self.frontend = Frontend(build_engine(model, self.settings, progress))
+        self.engine, self.config = self.frontend.engine, self.frontend.config
+        self.tokenizer, self.path, self.notes = (
+            self.frontend.tokenizer,
+            self.frontend.path,
+            self.frontend.notes,
+        )
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_token: Callable[[Answer], None] | None = None,
     ) -> list[Completion]:
-        """Complete texts or lists of token ids; all run together, results in order."""
+        """Complete texts or lists of token ids; all run together, results in order (n per prompt).
+
+        ``on_token`` hears every change of an answer; if it raises, that answer
+        ends with finish reason "error" and the others go on.
+        """
         many = _as_list(prompts)
         each = _per_prompt(params, len(many))
-        jobs = [self._add(prompt, p) for prompt, p in zip(many, each, strict=True)]
-        for _ in self._run(dict(jobs)):
-            pass
-        return [self._completion(job) for _, job in jobs]
+        answers: list[Answer] = []
+        try:
+            for prompt, p in zip(many, each, strict=True):
+                answers.extend(self.frontend.add(prompt, p))
+            for changed in self._run(answers):
+                if on_token is not None:
+                    self._tell(changed, on_token)
+        finally:
+            self._leave(answers)
+        return [a.completion() for a in answers]
 
     def chat(
         self,
@@ -85,17 +73,19 @@ class LLM:
         return self.generate([self.prompt_of(messages, thinking, reasoning_effort, **encoding)], params)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str | Completion]:
-        """Text pieces as they are committed, then the Completion."""
-        rid, job = self._add(prompt, params or SamplingParams())
-        sent = 0
-        hold = max((len(s) for s in (params.stop if params else ())), default=1) - 1
-        for _ in self._run({rid: job}):
-            text = job.stream.text if job.stream else ""
-            end = len(text) if job.finish else len(text) - hold
-            if end > sent:
-                yield text[sent:end]
-                sent = end
-        yield self._completion(job)
+        """Text pieces as they are committed, then the Completion (n = 1)."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ParameterError(f"n={params.n}: a stream has one answer; use generate or set n=1")
+        answers = self.frontend.add(prompt, params)
+        try:
+            for _ in self._run(answers):
+                piece = answers[0].delta()
+                if piece:
+                    yield piece
+        finally:
+            self._leave(answers)
+        yield answers[0].completion()
 
     def prompt_of(
         self,
@@ -105,72 +95,29 @@ class LLM:
         **encoding: Any,
     ) -> str:
         """The conversation as V4 sees it; raises ChatError."""
-        mode = resolve_mode(thinking=thinking, reasoning_effort=reasoning_effort)
-        return encode_messages(messages, mode.thinking, mode.effort, **encoding)
+        return self.frontend.prompt_of(messages, thinking, reasoning_effort, **encoding)
 
     # ---- inside ----------------------------------------------------------------
-    def _add(self, prompt: Prompt, params: SamplingParams) -> tuple[int, _Job]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ParameterError(f"prompt: {self.path} has no tokenizer.json; give token ids")
-            ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            ids = tuple(int(i) for i in prompt)
-        if params.stop and self.tokenizer is None:
-            raise ParameterError(f"stop: {self.path} has no tokenizer.json; use stop_token_ids")
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        rid = self.engine.add(ids, params, seed)
-        stream = TextStream(self.tokenizer, params.stop) if self.tokenizer else None
-        return rid, _Job(len(ids), stream, [], seed, time.perf_counter())
+    def _run(self, answers: list[Answer]) -> Iterator[list[Answer]]:
+        """Turn the loop until the answers are done; yields what each turn changed."""
+        while any(a.finish is None for a in answers):
+            yield self.frontend.step()
 
-    def _run(self, jobs: dict[int, _Job]) -> Iterator[None]:
-        """Turn the loop until the jobs are done; yields after every commit."""
-        left = dict(jobs)
-        try:
-            while left:
-                for update in self.engine.step():
-                    job = left.get(update.request_id)
-                    if job is None:
-                        continue
-                    if update.tokens:
-                        job.steps += 1
-                    self._take(job, update.tokens, update.finish)
-                    if job.finish is not None:
-                        self.engine.end(update.request_id, job.finish)
-                        del left[update.request_id]
-                yield
-        finally:
-            for rid in left:  # the caller went away
-                self.engine.end(rid, FinishReason.ABORT)
+    def _tell(self, changed: list[Answer], listener: Callable[[Answer], None]) -> None:
+        for answer in changed:
+            try:
+                listener(answer)
+            except Exception as err:  # the caller's own code may raise anything
+                answer.finish = None
+                self.frontend.drop(answer, FinishReason.ERROR, f"on_token raised {type(err).__name__}: {err}")
 
-    @staticmethod
-    def _take(job: _Job, tokens: tuple[int, ...], finish: FinishReason | None) -> None:
-        job.finish, job.ended = finish, time.perf_counter()
-        if job.stream is None:
-            job.ids.extend(tokens)
-            return
-        job.stream.push(tokens)
-        if job.stream.stopped:
-            job.finish = FinishReason.STOP
-        elif finish is not None:
-            job.stream.finish()
-        job.ids = job.stream.ids
-
-    def _completion(self, job: _Job) -> Completion:
-        assert job.finish is not None
-        seconds = max(job.ended - job.started, 1e-9)
-        return Completion(
-            text=job.stream.text if job.stream else "",
-            token_ids=tuple(job.ids),
-            finish_reason=job.finish.value,
-            usage={
-                "prompt_tokens": job.prompt_tokens,
-                "completion_tokens": len(job.ids),
-                "total_tokens": job.prompt_tokens + len(job.ids),
-            },
-            seed=job.seed,
-            stats={"steps": job.steps, "tokens_per_second": len(job.ids) / seconds, "seconds": seconds},
-        )
+    def _leave(self, answers: list[Answer]) -> None:
+        """Whatever still runs has lost its caller; rows in flight land before the next call."""
+        for answer in answers:
+            if answer.finish is None:
+                self.frontend.drop(answer, FinishReason.ABORT)
+        if not self.frontend.open:
+            self.engine.drain()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

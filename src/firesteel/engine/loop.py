@@ -2,8 +2,8 @@
 
     plan n+1 -> launch n+1 -> read n -> commit n -> plan n+2 ...
 
-While step n+1 runs on the device, the host turns step n into text. The same
-loop serves ``LLM`` and, later, the asynchronous engine.
+While step n+1 runs on the device, the host turns step n into text. ``LLM`` and
+``AsyncEngine`` turn the same loop.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from firesteel.config import EngineConfig, ParameterError, SamplingParams
+from firesteel.config import MAX_STOP_IDS, EngineConfig, ParameterError, SamplingParams
 from firesteel.core import FinishReason, StepRecord
 from firesteel.engine.memory import Memory
-from firesteel.engine.runner import MAX_STOP_IDS, Handle, Runner
-from firesteel.engine.scheduler import Scheduler, Sequence
+from firesteel.engine.prefix import PrefixCache
+from firesteel.engine.runner import Handle, Runner, TokenScore
+from firesteel.engine.scheduler import Scheduler
+from firesteel.engine.sequence import Sequence
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait; come back later."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """New tokens of one request after a commit."""
+    """What a commit brought for one request."""
 
     request_id: int
     tokens: tuple[int, ...]
+    scores: tuple[TokenScore, ...]
     finish: FinishReason | None
-
-
-@dataclass
-class Progress:
-    """What the loop has handed out of one request."""
-
-    seq: Sequence
-    sent: int = 0
+    error: str = ""
 
 
 @dataclass
@@ -46,76 +47,97 @@ class Engine:
     eos_ids: tuple[int, ...]
     memory: Memory
     runner: Runner
+    cache: PrefixCache | None = None
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=65536))
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, self.memory)
+        self.scheduler = Scheduler(self.config, self.memory, self.cache)
         self._flight: deque[Handle] = deque()
-        self._progress: dict[int, Progress] = {}
+        self._open: dict[int, tuple[Sequence, int]] = {}  # request -> (sequence, tokens handed out)
         self._next_id = 0
+        self._host_s = 0.0
 
     # ---- requests ------------------------------------------------------------
-    def add(self, prompt: tuple[int, ...], params: SamplingParams, seed: int, sample: int = 0) -> int:
-        """Check and queue a request; returns its id. Raises ParameterError."""
+    def add(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        seed: int,
+        sample: int = 0,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> Sequence:
+        """Check and queue a request. Raises ParameterError or QueueFull."""
+        max_len = self._check(prompt, params)
+        stop_ids = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ParameterError(
+                f"stop_token_ids: {len(stop_ids)} with the end token; at most {MAX_STOP_IDS}"
+            )
+        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            raise QueueFull(
+                f"{self.config.max_waiting} requests wait already; retry later or raise max_waiting"
+            )
+        words = (*params.bad_word_ids, *bad_words)
+        seq = Sequence(self._next_id, prompt, params, seed, max_len, stop_ids, sample, words)
+        self._next_id += 1
+        self._open[seq.request_id] = (seq, 0)
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            seq.finish = FinishReason.LENGTH
+        else:
+            self.scheduler.add(seq)
+        return seq
+
+    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> int:
+        """Total tokens the request may have; raises ParameterError if it cannot be served."""
         if not prompt:
             raise ParameterError("prompt: empty; give at least one token")
         bad = next((t for t in prompt if not 0 <= t < self.vocab_size), None)
         if bad is not None:
             raise ParameterError(f"prompt: token id {bad} is outside 0..{self.vocab_size - 1}")
+        params.check_vocab(self.vocab_size)
         if len(prompt) >= self.max_model_len:
             raise ParameterError(
                 f"prompt: {len(prompt)} tokens leave no room below max_model_len={self.max_model_len}; "
                 "shorten it or raise max_model_len"
             )
-        stop_ids = tuple(sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)}))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ParameterError(f"stop_token_ids: {len(stop_ids)} with the end token; at most {MAX_STOP_IDS}")
-        max_len = min(len(prompt) + params.max_tokens, self.max_model_len)
-        if self.memory.pages_for(max_len) > self.memory.num_pages:
+        # scoring alone still samples one token, which is dropped
+        max_len = min(len(prompt) + max(params.max_tokens, 1), self.max_model_len)
+        need = self.memory.pages_for(max_len)
+        if need > self.memory.num_pages:
             raise ParameterError(
-                f"max_tokens: {max_len} tokens need {self.memory.pages_for(max_len)} pages of "
-                f"{self.memory.num_pages}; lower max_tokens or raise num_pages"
+                f"max_tokens: {max_len} tokens need {need} pages of {self.memory.num_pages}; "
+                "lower max_tokens or raise num_pages"
             )
-        seq = Sequence(self._next_id, prompt, params, seed, max_len, stop_ids, sample)
-        self._next_id += 1
-        self._progress[seq.request_id] = Progress(seq)
-        if params.max_tokens == 0:
-            seq.finish = FinishReason.LENGTH
-        else:
-            self.scheduler.add(seq)
-        return seq.request_id
+        return max_len
 
-    def end(self, request_id: int, reason: FinishReason) -> None:
+    def end(self, request_id: int, reason: FinishReason, error: str = "") -> None:
         """End a request now; tokens of steps in flight are dropped."""
-        progress = self._progress.pop(request_id, None)
-        if progress is not None and progress.seq.finish is None:
-            self.scheduler.end(progress.seq, reason)
+        entry = self._open.pop(request_id, None)
+        if entry is not None and entry[0].finish is None:
+            entry[0].error = error
+            self.scheduler.end(entry[0], reason)
 
     @property
     def busy(self) -> bool:
         """Whether a call of ``step`` can still bring something."""
-        return bool(self._progress or self._flight or self.scheduler.busy)
-
-    def steps_of(self, request_id: int) -> int:
-        """Committed steps that sampled for a request."""
-        return self._progress[request_id].seq.steps
+        return bool(self._open or self._flight or self.scheduler.busy)
 
     # ---- one turn --------------------------------------------------------------
     def step(self) -> list[Update]:
         """Launch the next step, commit the one before it, return what is new."""
         begun = time.perf_counter()
         plan = self.scheduler.plan()
-        host = time.perf_counter() - begun
+        self._host_s += time.perf_counter() - begun
         if plan is not None:
             self._flight.append(self.runner.launch(plan))
         if self._flight and (plan is None or len(self._flight) > 1):
-            self._commit(self._flight.popleft(), host)
+            self._commit(self._flight.popleft())
         return self._updates()
 
-    def _commit(self, handle: Handle, host_s: float) -> None:
-        results = handle.read()
+    def _commit(self, handle: Handle) -> None:
+        result = handle.read()
         begun = time.perf_counter()
-        self.scheduler.commit(results)
+        self.scheduler.commit(result)
         self.scheduler.sweep()
         plan, now = handle.plan, time.perf_counter()
         self.records.append(
@@ -125,22 +147,45 @@ class Engine:
                 decodes=len(plan.decodes),
                 budget=plan.budget,
                 rows=plan.rows,
-                emitted=sum(len(r.tokens) for r in results),
-                verified=sum(r.verified for r in results),
-                accepted=sum(r.accepted for r in results),
+                emitted=sum(len(g.tokens) for g in result.groups),
+                verified=sum(g.verified for g in result.groups),
+                accepted=sum(g.accepted for g in result.groups),
                 predicted_ms=plan.budget.predicted_ms,
                 measured_ms=(begun - handle.started) * 1e3,
-                host_ms=(host_s + now - begun) * 1e3,
+                host_ms=(self._host_s + now - begun) * 1e3,
             )
         )
+        self._host_s = 0.0
 
     def _updates(self) -> list[Update]:
         out = []
-        for rid, progress in list(self._progress.items()):
-            seq = progress.seq
-            if len(seq.output) > progress.sent or seq.finish is not None:
-                out.append(Update(rid, tuple(seq.output[progress.sent :]), seq.finish))
-                progress.sent = len(seq.output)
+        for rid, (seq, sent) in list(self._open.items()):
+            count = len(seq.output)
+            if count > sent or seq.finish is not None:
+                scores = tuple(seq.scores[sent:count])
+                out.append(Update(rid, tuple(seq.output[sent:count]), scores, seq.finish, seq.error))
+                self._open[rid] = (seq, count)
             if seq.finish is not None:
-                del self._progress[rid]
+                del self._open[rid]
         return out
+
+    def drain(self) -> None:
+        """Turn the loop until nothing is left in flight (ended requests included)."""
+        while self._flight or self.scheduler.busy:
+            self.step()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters for metrics: queue, memory, prefix cache, preemptions, synchronisations."""
+        s, cache = self.scheduler, self.cache
+        return {
+            "waiting": len(s.waiting),
+            "running": len(s.running),
+            "pages": self.memory.num_pages,
+            "pages_free": self.memory.pool.free,
+            "pages_cached": cache.pages if cache is not None else 0,
+            "prefix": vars(cache.stats) if cache is not None else {},
+            "preemptions": s.stats.preemptions,
+            "recomputes": s.stats.recomputes,
+            "deferred": s.stats.deferred,
+            "syncs": dict(self.runner.guard.counts),
+        }

@@ -1,25 +1,38 @@
 """Issues all device work of a step, and nothing else does.
 
-    admissions, page table -> build rows -> target -> sample -> commit
+    saves, restores, admissions, page table
+    -> build rows -> target -> sample -> commit -> snapshots
 
-Nothing here reads a device value: the verdict stays on the device until
-``Handle.read``, the one synchronisation of a step.
+Nothing here reads a device value: what a step decided stays on the device
+until ``Handle.read``, the one synchronisation of a step.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from firesteel.core import Admission, StepPlan, Verdict
-from firesteel.engine.memory import Memory
+from firesteel.core import Chunk, Logprobs, RowBatch, SampleRows, StepPlan, Verdict
+from firesteel.engine.memory import Memory, Saved
+from firesteel.engine.poison import poison
+from firesteel.engine.slots import Line, Slots
+from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.model import Target
-from firesteel.ops.types import PromptRows, SlotState
+from firesteel.ops.types import PromptRows
 
-MAX_STOP_IDS = 16
+SCORE_BLOCK = 64  # prompt rows whose logits exist at once
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Log-probability of one token, its rank (0 is best) and the best alternatives."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,24 @@ class GroupResult:
     accepted: int
     verified: int
     finished: int
+    scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Scores of consecutive prompt tokens from position ``start`` on."""
+
+    request_id: int
+    start: int
+    scores: tuple[TokenScore, ...]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Everything a finished step says."""
+
+    groups: tuple[GroupResult, ...]
+    prompts: tuple[PromptScores, ...]
 
 
 @dataclass
@@ -38,85 +69,144 @@ class Handle:
     """A step in flight."""
 
     plan: StepPlan
-    verdict: Verdict | None
+    guard: SyncGuard
     started: float
+    verdict: Verdict | None = None
+    samples: SampleRows | None = None
+    logprobs: Logprobs | None = None
+    scored: list[tuple[Chunk, list[Logprobs]]] = field(default_factory=list)
 
-    def read(self) -> list[GroupResult]:
-        """Wait for the step and copy its verdict: the named synchronisation "verdict"."""
-        if self.verdict is None:
-            return []
+    def read(self) -> StepResult:
+        """Wait for the step and copy what it decided: the synchronisation "verdict"."""
+        with self.guard.named("verdict"):
+            prompts = tuple(
+                PromptScores(c.request_id, c.start + 1, tuple(s for part in parts for s in _scores(part)))
+                for c, parts in self.scored
+            )
+            return StepResult(self._groups(), prompts)
+
+    def _groups(self) -> tuple[GroupResult, ...]:
+        if self.verdict is None or self.samples is None:
+            return ()
         v = self.verdict
         tokens, count = v.tokens.tolist(), v.count.tolist()
         accepted, verified, finished = v.accepted.tolist(), v.verified.tolist(), v.finished.tolist()
-        return [
-            GroupResult(rid, tuple(tokens[g][: count[g]]), accepted[g], verified[g], finished[g])
+        scores = _scores(self.logprobs) if self.logprobs is not None else None
+        offset = self.samples.offset.tolist()
+        return tuple(
+            GroupResult(
+                rid,
+                tuple(tokens[g][: count[g]]),
+                accepted[g],
+                verified[g],
+                finished[g],
+                tuple(scores[offset[g] : offset[g] + count[g]]) if scores is not None else (),
+            )
             for g, (rid, _) in enumerate(self.plan.sampling)
-        ]
+        )
 
 
-def slot_state(slots: int, gamma: int, device: torch.device) -> SlotState:
-    """Fresh per-slot state; ``slots`` counts the scratch slot."""
-
-    def ints(*shape: int) -> Tensor:
-        return torch.zeros(slots, *shape, dtype=torch.int64, device=device)
-
-    return SlotState(
-        cursor=ints(),
-        anchor=ints(),
-        alive=ints(),
-        max_len=ints(),
-        seed_lo=ints(),
-        seed_hi=ints(),
-        sample=ints(),
-        temperature=torch.zeros(slots, device=device),
-        stop_ids=ints(MAX_STOP_IDS) - 1,
-        drafts=ints(max(gamma, 1)),
-        draft_len=ints(),
-    )
+def _scores(lp: Logprobs) -> list[TokenScore]:
+    chosen, rank, ids, values = lp.chosen.tolist(), lp.rank.tolist(), lp.ids.tolist(), lp.values.tolist()
+    return [
+        TokenScore(chosen[i], rank[i], tuple(zip(ids[i], values[i], strict=True))) for i in range(len(chosen))
+    ]
 
 
 class Runner:
     """Runs steps of one target over one memory."""
 
-    def __init__(self, target: Target, memory: Memory, gamma: int, device: torch.device):
-        self.target, self.memory, self.device = target, memory, device
-        self.state = slot_state(memory.slots + 1, gamma, device)
+    def __init__(
+        self, target: Target, memory: Memory, slots: Slots, guard: SyncGuard, debug_poison: bool = False
+    ):
+        self.memory, self.slots, self.guard = memory, slots, guard
+        self.target = Target(target.config, target.weights, guard.wrap(target.ops))
+        self.device, self.poison = slots.device, debug_poison
+        self._saved: dict[int, tuple[Line, Saved]] = {}
+
+    @property
+    def saved_bytes(self) -> int:
+        """Host memory that preempted requests take."""
+        return sum(saved.nbytes for _, saved in self._saved.values())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Handle:
         """Queue one step; returns without waiting for it."""
-        started, ops, state = time.perf_counter(), self.target.ops, self.state
-        for admission in plan.admissions:
-            self._admit(admission)
+        handle = Handle(plan, self.guard, time.perf_counter())
+        with self.guard.step():
+            self._move(plan)
+            if plan.rows:
+                self._run(plan, handle)
+            for order in plan.snapshots:
+                self.memory.write_snapshot(order.slot, order.boundary, list(order.pages))
+            if self.poison:
+                with self.guard.named("debug: poison"):
+                    poison(self.memory, self.slots.state)
+        return handle
+
+    def _move(self, plan: StepPlan) -> None:
+        """Requests leave and enter slots, in an order in which nothing is overwritten too early."""
+        for rid in plan.forget:
+            self._saved.pop(rid, None)
+        for save in plan.saves:
+            copy = self.memory.save(save.slot, list(save.pages))
+            self._saved[save.request_id] = (self.slots.copy(save.slot), copy)
+        for admission in plan.admissions:  # reads snapshots whose pages a restore may take over
+            self.slots.admit(admission)
+            if admission.snapshot:
+                self.memory.read_snapshot(list(admission.snapshot), admission.slot, admission.start)
+        for restore in plan.restores:
+            line, copy = self._saved.pop(restore.request_id)
+            self.slots.restore(line, restore.slot)
+            self.memory.restore(copy, restore.slot, list(restore.pages))
         self.memory.push()
-        decodes = self._ints([d.slot for d in plan.decodes])
-        widths = state.alive[decodes]
+
+    def _run(self, plan: StepPlan, handle: Handle) -> None:
+        ops, state = self.target.ops, self.slots.state
+        decodes = self.slots.ints([d.slot for d in plan.decodes])
         rows, samples = ops.build_rows(
-            state, self._prompt_rows(plan), decodes, widths, plan.decode_rows, plan.max_position
+            state, self._prompt_rows(plan), decodes, state.alive[decodes], plan.decode_rows, plan.max_position
         )
         ctx = self.target.begin(rows, self.memory.page_table)
         h, _ = self.target.forward(ctx, self.memory.layers)
         for chunk in plan.chunks:
             state.cursor[chunk.slot] = chunk.end
-        if not plan.sampling:
-            return Handle(plan, None, started)
+        if plan.sampling:
+            handle.samples = samples
+            handle.verdict = self._sample(h, rows, samples, plan, handle)
+        self._score_prompts(h, plan, handle)
+
+    def _sample(
+        self, h: Tensor, rows: RowBatch, samples: SampleRows, plan: StepPlan, handle: Handle
+    ) -> Verdict:
+        ops, state = self.target.ops, self.slots.state
         _, x = self.target.collapse(h[samples.rows])
-        slots = rows.slots[samples.rows]
-        tokens, finite = ops.sample(self.target.logits(x), slots, rows.positions[samples.rows] + 1, state)
-        return Handle(plan, ops.commit(tokens, finite, rows, samples, state, widest=1), started)
+        slots, positions = rows.slots[samples.rows], rows.positions[samples.rows] + 1
+        if plan.shaped or plan.logprobs >= 0:
+            raw = self.target.logits(x)
+            logits = ops.shape(raw, slots, positions, state) if plan.shaped else raw
+            tokens, finite = ops.sample(logits, slots, positions, state)
+            if plan.logprobs >= 0:
+                handle.logprobs = ops.logprobs(raw, tokens, plan.logprobs)
+        else:
+            tokens, finite = ops.head_sample(x, self.target.weights.head, slots, positions, state)
+        return ops.commit(tokens, finite, rows, samples, state, widest=1)
 
-    def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
-
-    def _admit(self, a: Admission) -> None:
-        """Write a slot's line."""
-        s, slot = self.state, a.slot
-        s.cursor[slot], s.anchor[slot], s.alive[slot], s.draft_len[slot] = 0, 0, 1, 0
-        s.max_len[slot] = a.max_len
-        s.seed_lo[slot], s.seed_hi[slot], s.sample[slot] = a.seed & 0xFFFFFFFF, a.seed >> 32, a.sample
-        s.temperature[slot] = a.temperature
-        assert len(a.stop_ids) <= MAX_STOP_IDS, "checked when the request was accepted"
-        s.stop_ids[slot] = self._ints([*a.stop_ids, *[-1] * (MAX_STOP_IDS - len(a.stop_ids))])
+    def _score_prompts(self, h: Tensor, plan: StepPlan, handle: Handle) -> None:
+        """Log-probabilities of prompt tokens: the row before a token gives its logits."""
+        at = 0
+        for chunk in plan.chunks:
+            targets = [*chunk.tokens[1:], *([chunk.following] if chunk.following >= 0 else [])]
+            if chunk.scored and targets:
+                parts = []
+                for lo in range(0, len(targets), SCORE_BLOCK):
+                    wanted = self.slots.ints(targets[lo : lo + SCORE_BLOCK])
+                    _, x = self.target.collapse(h[at + lo : at + lo + wanted.shape[0]])
+                    parts.append(
+                        self.target.ops.logprobs(self.target.logits(x), wanted, max(plan.logprobs, 0))
+                    )
+                handle.scored.append((chunk, parts))
+            at += len(chunk.tokens)
 
     def _prompt_rows(self, plan: StepPlan) -> PromptRows:
         tokens: list[int] = []
@@ -134,4 +224,4 @@ class Runner:
             last.extend([at + n - 1] * n)
             if chunk.last:
                 sampling.append(at + n - 1)
-        return PromptRows(*(self._ints(v) for v in (tokens, positions, slots, first, last, sampling)))
+        return PromptRows(*(self.slots.ints(v) for v in (tokens, positions, slots, first, last, sampling)))

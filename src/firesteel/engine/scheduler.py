@@ -1,151 +1,426 @@
 """Decides on the host which requests run and how many prompt rows each gets.
 
 It plans one step ahead: the tokens of the step in flight are unknown, so it
-keeps upper bounds and learns the truth at commit. How many drafts a request
-verifies is never decided here.
+keeps upper bounds and learns the truth at commit. Running requests come
+before prompts, prompts in chunks, smaller priority numbers first. When pages
+are short, cached prefixes go first, then the least urgent request is copied
+out and resumes later where it stood. How many drafts a request verifies is
+never decided here.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
-from firesteel.config import EngineConfig, SamplingParams
-from firesteel.core import NO_DRAFTS, Admission, Chunk, Decode, FinishReason, StepPlan
+from firesteel.config import EngineConfig
+from firesteel.core import (
+    NO_DRAFTS,
+    Admission,
+    Chunk,
+    Decode,
+    FinishReason,
+    Restore,
+    Save,
+    SnapshotOrder,
+    StepPlan,
+)
 from firesteel.engine.memory import Memory
-from firesteel.engine.runner import GroupResult
+from firesteel.engine.prefix import Match, PrefixCache
+from firesteel.engine.runner import StepResult
+from firesteel.engine.sequence import Sequence
+
+FINISH = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
 
 
 @dataclass
-class Sequence:
-    """One request inside the engine."""
+class SchedulerStats:
+    """Counters since start."""
 
-    request_id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    max_len: int
-    stop_ids: tuple[int, ...]
-    sample: int = 0
-    slot: int = -1
-    planned: int = 0  # prompt rows already planned
-    output: list[int] = field(default_factory=list)
-    in_flight: int = 0  # steps not yet committed that hold rows of this request
-    steps: int = 0  # steps that sampled for it
-    finish: FinishReason | None = None
+    preemptions: int = 0
+    recomputes: int = 0
+    deferred: int = 0  # admissions that waited for a prefix being computed
 
-    @property
-    def prefilled(self) -> bool:
-        """Whether the whole prompt has been planned."""
-        return self.planned == len(self.prompt)
 
-    @property
-    def bound(self) -> int:
-        """Highest position any row of it may have in the next step."""
-        return min(len(self.prompt) + len(self.output) + self.in_flight, self.max_len)
+@dataclass
+class _Draftboard:
+    """A plan in the making."""
+
+    room: int
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    firsts: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
+    preempted: bool = False
 
 
 class Scheduler:
-    """First come, first served; running requests before prompts, prompts in chunks."""
+    """Waiting and running requests, and the next plan."""
 
-    def __init__(self, config: EngineConfig, memory: Memory):
-        self.config, self.memory = config, memory
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+    def __init__(self, config: EngineConfig, memory: Memory, cache: PrefixCache | None, gamma: int = 0):
+        self.config, self.memory, self.cache, self.gamma = config, memory, cache, gamma
+        self.waiting: list[Sequence] = []  # by (priority, arrival)
+        self.running: list[Sequence] = []  # by (priority, arrival)
+        self.stats = SchedulerStats()
         self._by_id: dict[int, Sequence] = {}
+        self._forget: list[int] = []
         self._step = 0
+        self._swapped = 0  # bytes of saved copies
+        self._slot_bytes = memory.ring_bytes()
+        self._page_bytes = memory.page_bytes()
 
+    # ---- requests --------------------------------------------------------------
     def add(self, seq: Sequence) -> None:
         """Queue a request."""
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=lambda s: s.order)
         self._by_id[seq.request_id] = seq
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._forget)
 
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a request from the host (stop string, abort, error); rows in flight are dropped."""
+        if seq.finish is None:
+            seq.finish = reason
+        if reason is not FinishReason.STOP:
+            seq.want = 0
+        if seq in self.waiting and seq.in_flight == 0:
+            self._leave_queue(seq)
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        if seq.saved_pages:
+            self._forget.append(seq.request_id)
+            self._swapped -= self._copy_bytes(seq.saved_pages)
+        del self._by_id[seq.request_id]
+
+    # ---- plan --------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        admissions = self._admit()
-        live = [s for s in self.running if s.finish is None]
-        decodes = [s for s in live if s.prefilled and len(s.prompt) + len(s.output) < s.max_len]
-        decodes = [s for s in decodes if len(s.output) + s.in_flight < s.max_len - len(s.prompt)]
-        room = self.config.max_num_batched_tokens - len(decodes)
-        chunks, sampled = self._chunks(live, room)
-        if not chunks and not decodes:
-            assert not admissions, "an admitted request has prompt rows to run"
+        board = _Draftboard(room=self.config.max_num_batched_tokens)
+        self.sweep()  # before new orders: a slot whose window is ordered now is free from the next plan on
+        self._answer_snapshots(board)
+        self._plan_decodes(board)
+        self._plan_chunks(board)
+        if not board.preempted:
+            self._admit(board)
+        if not (board.chunks or board.decodes or board.snapshots or board.saves or self._forget):
+            assert not board.admissions, "an admitted request has rows to run"
             return None
-        for seq in (*decodes, *sampled):
+        return self._finish_plan(board)
+
+    def _finish_plan(self, board: _Draftboard) -> StepPlan:
+        sampling = [*board.firsts, *board.decodes]
+        top = max(
+            [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
+        )
+        for seq in sampling:
             seq.in_flight += 1
-        top = max([c.end - 1 for c in chunks] + [s.bound - 1 for s in decodes])
+        scored = [self._by_id[c.request_id].params for c in board.chunks if c.scored]
+        reports = [s.params.logprobs for s in sampling] + [p.prompt_logprobs for p in scored]
+        forget, self._forget = tuple(self._forget), []
+        for seq, order in board.snapshots:  # usable from the next plan on: the copy ends this step
+            self._register(seq, order)
         self._step += 1
         return StepPlan(
             step=self._step,
-            chunks=tuple(chunks),
-            decodes=tuple(Decode(s.request_id, s.slot) for s in decodes),
+            chunks=tuple(board.chunks),
+            decodes=tuple(Decode(s.request_id, s.slot) for s in board.decodes),
             budget=NO_DRAFTS,
             max_position=top,
-            admissions=tuple(admissions),
+            admissions=tuple(board.admissions),
+            saves=tuple(board.saves),
+            restores=tuple(board.restores),
+            snapshots=tuple(order for _, order in board.snapshots),
+            forget=forget,
+            shaped=any(not s.shaping().neutral for s in sampling),
+            random=any(s.params.temperature > 0 for s in sampling),
+            logprobs=max((r for r in reports if r is not None), default=-1),
         )
 
-    def _chunks(self, live: list[Sequence], room: int) -> tuple[list[Chunk], list[Sequence]]:
-        chunks, sampled = [], []
-        for seq in live:
-            if seq.prefilled or room <= 0:
+    def _plan_decodes(self, board: _Draftboard) -> None:
+        for seq in list(self.running):
+            if seq.slot < 0 or seq.finish is not None or not seq.prefilled or seq.exhausted:
                 continue
-            start = seq.planned
-            tokens = seq.prompt[start : start + room]
-            seq.planned += len(tokens)
-            room -= len(tokens)
-            chunks.append(Chunk(seq.request_id, seq.slot, start, tokens, seq.prefilled))
-            if seq.prefilled:
-                sampled.append(seq)
-        return chunks, sampled
+            ahead = min(seq.bound + 2 * (self.gamma + 1), seq.max_len)
+            if board.room > 0 and self._grow(seq, ahead, board):
+                board.decodes.append(seq)
+                board.room -= 1
 
-    def _admit(self) -> list[Admission]:
-        out = []
-        room = self.config.max_num_batched_tokens - len(self.running)
-        while self.waiting and room > 0:
-            seq = self.waiting[0]
-            slot = self.memory.take_slot(seq.max_len)
-            if slot is None:
-                break
-            self.waiting.popleft()
-            seq.slot = slot
-            self.running.append(seq)
-            room -= len(seq.prompt)
-            p = seq.params
-            out.append(
-                Admission(seq.request_id, slot, seq.seed, seq.sample, p.temperature, seq.max_len, seq.stop_ids)
-            )
+    def _plan_chunks(self, board: _Draftboard) -> None:
+        prompts = [s for s in self.running if s.finish is None and not s.prefilled]
+        for i, seq in enumerate(prompts):
+            if seq.slot >= 0:  # an earlier turn of this loop may have preempted it
+                self._plan_chunk(seq, board, alone=i == len(prompts) - 1)
+
+    def _plan_chunk(self, seq: Sequence, board: _Draftboard, alone: bool) -> None:
+        """Rows of one prompt: up to the next wanted boundary; a quarter of the room is left to those behind."""
+        room = board.room if alone else max(board.room * 3 // 4, 1)
+        start = seq.planned
+        ends = [b for b in seq.boundaries if b > start]
+        end = min([start + min(room, board.room), len(seq.base), *ends])
+        if end <= start or not self._grow(seq, end, board):
+            return
+        seq.planned = end
+        scored = seq.params.prompt_logprobs is not None and start < len(seq.prompt)
+        following = seq.base[end] if scored and end < len(seq.base) else -1
+        board.chunks.append(
+            Chunk(seq.request_id, seq.slot, start, seq.base[start:end], seq.prefilled, scored, following)
+        )
+        board.room -= end - start
+        if seq.prefilled:
+            board.firsts.append(seq)
+        if end in seq.boundaries:
+            self._order_snapshot(seq, end, board)
+
+    # ---- admission -------------------------------------------------------------------
+    def _admit(self, board: _Draftboard) -> None:
+        pending = self._pending_keys()
+        for seq in list(self.waiting):
+            if board.room <= 0 or self.memory.free_slots == 0:
+                return
+            if seq.finish is not None or (seq.restart and seq.in_flight):
+                continue  # its last step has not landed yet
+            if seq.saved_pages:
+                if not self._resume(seq, board):
+                    return
+            elif self._waits_for_prefix(seq, pending):
+                self.stats.deferred += 1
+                continue
+            elif not self._enter(seq, board):
+                return
+            self.waiting.remove(seq)
+            insort(self.running, seq, key=lambda s: s.order)
+            if seq.prefilled and not seq.exhausted and seq.finish is None:
+                board.decodes.append(seq)
+                board.room -= 1
+            elif seq.finish is None:
+                self._plan_chunk(seq, board, alone=False)
+                pending |= self._own_keys(seq)
+
+    def _enter(self, seq: Sequence, board: _Draftboard) -> bool:
+        """A new request, or one whose state was given up, takes a slot."""
+        if seq.restart:
+            seq.base, seq.planned, seq.restart = (*seq.prompt, *seq.output), 0, False
+        match = self._match(seq)
+        shared = list(match.pages)
+        first = min(len(seq.base), match.tokens + self.config.max_num_batched_tokens)
+        fresh = self.memory.pages_for(first) - len(shared)
+        self.memory.pool.hold(shared)  # before anything is evicted
+        if not self._free(fresh):
+            self.memory.pool.drop(shared)
+            return False
+        pages = self.memory.pool.take(fresh)
+        assert pages is not None, "just made free"
+        slot = self.memory.open_slot([*shared, *pages])
+        assert slot is not None, "checked by the caller"
+        seq.slot, seq.planned, seq.snapped = slot, match.tokens, match.tokens
+        seq.reused += match.tokens
+        seq.boundaries = self._wanted(seq, match)
+        board.admissions.append(seq.admission(match.snapshot))
+        return True
+
+    def _resume(self, seq: Sequence, board: _Draftboard) -> bool:
+        """A preempted request goes on where it stood, in any slot and pages."""
+        ahead = min(seq.bound + 2 * (self.gamma + 1), seq.max_len)
+        if not seq.prefilled:
+            ahead = min(len(seq.base), seq.planned + self.config.max_num_batched_tokens)
+        need = max(seq.saved_pages, self.memory.pages_for(ahead))
+        if not self._free(need):
+            return False
+        pages = self.memory.pool.take(need)
+        assert pages is not None, "just made free"
+        slot = self.memory.open_slot(pages)
+        assert slot is not None, "checked by the caller"
+        seq.slot = slot
+        board.restores.append(Restore(seq.request_id, slot, tuple(pages[: seq.saved_pages])))
+        self._swapped -= self._copy_bytes(seq.saved_pages)
+        seq.saved_pages = 0
+        return True
+
+    def _match(self, seq: Sequence) -> Match:
+        if self.cache is None or seq.params.prompt_logprobs is not None:
+            return Match()
+        return self.cache.match(seq.base, self._chain(seq, len(seq.base)))
+
+    def _wanted(self, seq: Sequence, match: Match) -> list[int]:
+        """Boundaries inside the prompt that get a snapshot: its end, and where others part from it."""
+        if self.cache is None:
+            return []
+        size = self.memory.page_size
+        ends = {(len(seq.base) - 1) // size * size, match.junction}
+        return sorted(b for b in ends if b > match.tokens)
+
+    def _chain(self, seq: Sequence, tokens: int) -> list[bytes]:
+        """Page keys of a request's first ``tokens`` tokens; computed once per page."""
+        assert self.cache is not None
+        pages = tokens // self.memory.page_size
+        if len(seq.chain) < pages:
+            seq.chain = self.cache.chain(seq.tokens[: pages * self.memory.page_size], seq.params.cache_salt)
+        return seq.chain[:pages]
+
+    def _own_keys(self, seq: Sequence) -> set[bytes]:
+        """Keys of the boundaries its prompt has still to store."""
+        if self.cache is None:
+            return set()
+        return {self._chain(seq, b)[-1] for b in seq.boundaries if b > seq.planned}
+
+    def _pending_keys(self) -> set[bytes]:
+        """Boundaries that running prompts are about to store."""
+        out: set[bytes] = set()
+        for seq in self.running:
+            if seq.finish is None and not seq.prefilled:
+                out |= self._own_keys(seq)
         return out
 
-    def commit(self, results: list[GroupResult]) -> list[Sequence]:
-        """Take a finished step's tokens; returns the requests it touched."""
-        touched = []
-        for result in results:
-            seq = self._by_id[result.request_id]
-            seq.in_flight -= 1
-            if seq.finish is not None:
-                continue
-            seq.steps += 1
-            seq.output.extend(result.tokens)
-            if result.finished:
-                seq.finish = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}[result.finished]
-            touched.append(seq)
-        return touched
+    def _waits_for_prefix(self, seq: Sequence, pending: set[bytes]) -> bool:
+        """Whether a running prompt will soon offer a deeper hit than there is now."""
+        if not pending or self.cache is None or seq.params.prompt_logprobs is not None:
+            return False
+        size = self.memory.page_size
+        chain = self._chain(seq, len(seq.base))[: (len(seq.base) - 1) // size]
+        have = self.cache.match(seq.base, chain, count=False).tokens // size
+        return any(key in pending for key in chain[have:])
 
-    def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a request from the host (stop string, abort); rows in flight are dropped."""
+    # ---- snapshots -----------------------------------------------------------------------
+    def _answer_snapshots(self, board: _Draftboard) -> None:
+        """Boundaries that answers have crossed; at most two steps late, which the rings allow."""
+        for seq in self.running:
+            if seq.want and seq.slot >= 0:
+                self._order_snapshot(seq, seq.want, board)
+            seq.want = 0
+
+    def _order_snapshot(self, seq: Sequence, boundary: int, board: _Draftboard) -> None:
+        if self.cache is None:
+            return
+        key = self._chain(seq, boundary)[-1]
+        taken = any(self._chain(s, o.boundary)[-1] == key for s, o in board.snapshots)
+        if taken or self.cache.has_snapshot(key):
+            return
+        if not self.cache.evict(self.memory.snapshot_pages):
+            return
+        pages = self.memory.pool.take(self.memory.snapshot_pages)
+        assert pages is not None, "just made free"
+        board.snapshots.append((seq, SnapshotOrder(seq.slot, boundary, tuple(pages))))
+
+    def _register(self, seq: Sequence, order: SnapshotOrder) -> None:
+        assert self.cache is not None
+        pages = self.memory.pages_of(order.slot)
+        key = self.cache.insert(seq.tokens, self._chain(seq, order.boundary), pages, list(order.pages))
+        seq.keys.append(key)
+        seq.snapped = max(seq.snapped, order.boundary)
+        if order.boundary > len(seq.base):  # inside the answer: only the deepest is worth keeping
+            if seq.answer_key is not None:
+                self.cache.forget(seq.answer_key)
+            seq.answer_key = key
+
+    # ---- room ------------------------------------------------------------------------------
+    def _free(self, pages: int) -> bool:
+        """Make ``pages`` free by dropping cached prefixes; False if that is not enough."""
+        if self.memory.pool.free >= pages:
+            return True
+        return self.cache is not None and self.cache.evict(pages)
+
+    def _grow(self, seq: Sequence, tokens: int, board: _Draftboard) -> bool:
+        """Pages for ``tokens`` positions, if need be at the cost of less urgent requests."""
+        while not self.memory.grow(seq.slot, tokens):
+            if self._free(self.memory.pages_for(tokens) - len(self.memory.pages_of(seq.slot))):
+                continue
+            victim = next(
+                (s for s in reversed(self.running) if s.slot >= 0 and self._movable(s, board)), None
+            )
+            if victim is None:
+                return False
+            self._preempt(victim, board)
+            if victim is seq:
+                return False
+        return True
+
+    @staticmethod
+    def _movable(seq: Sequence, board: _Draftboard) -> bool:
+        """Not already part of this plan, and not waiting to be swept."""
+        in_plan = seq in board.decodes or any(c.request_id == seq.request_id for c in board.chunks)
+        stored = any(s is seq for s, _ in board.snapshots)
+        return seq.finish is None and not in_plan and not stored
+
+    def _copy_bytes(self, pages: int) -> int:
+        return self._slot_bytes + pages * self._page_bytes
+
+    def _preempt(self, seq: Sequence, board: _Draftboard) -> None:
+        """Copy a request out; the tokens of its step in flight still count."""
+        pages = tuple(self.memory.pages_of(seq.slot))
+        self.stats.preemptions += 1
+        seq.preemptions += 1
+        if self._swapped + self._copy_bytes(len(pages)) <= self.config.swap_gib * 2**30:
+            board.saves.append(Save(seq.request_id, seq.slot, pages))
+            seq.saved_pages = len(pages)
+            self._swapped += self._copy_bytes(len(pages))
+        else:
+            self.stats.recomputes += 1
+            seq.restart = True
+        self.memory.release(seq.slot)
+        seq.slot, seq.want = -1, 0
+        self.running.remove(seq)
+        insort(self.waiting, seq, key=lambda s: s.order)
+        board.preempted = True
+
+    # ---- commit ------------------------------------------------------------------------------
+    def commit(self, result: StepResult) -> None:
+        """Take a finished step's tokens and scores."""
+        for prompt in result.prompts:
+            owner = self._by_id.get(prompt.request_id)
+            if owner is not None:
+                for i, score in enumerate(prompt.scores):
+                    owner.prompt_scores[prompt.start + i] = score
+        for group in result.groups:
+            seq = self._by_id[group.request_id]
+            seq.in_flight -= 1
+            if seq.finish is None:
+                seq.steps += bool(group.tokens)
+                seq.verified += group.verified
+                seq.accepted += group.accepted
+                seq.output.extend(group.tokens)
+                seq.scores.extend(group.scores)
+                if group.finished:
+                    self._finish(seq, FINISH[group.finished])
+                self._want_snapshot(seq)
+            if seq.finish is not None and seq in self.waiting and seq.in_flight == 0:
+                self._leave_queue(seq)
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish = reason
-        if seq.slot < 0 and seq in self.waiting:
-            self.waiting.remove(seq)
-            del self._by_id[seq.request_id]
+        if reason is FinishReason.ERROR:
+            seq.error = "the model's logits were not finite"
+            for key in seq.keys:  # its state may be broken: nobody may reuse it
+                if self.cache is not None:
+                    self.cache.forget(key)
+
+    def _want_snapshot(self, seq: Sequence) -> None:
+        """The newest page boundary whose window the rings still hold."""
+        size = self.memory.page_size
+        boundary = (seq.known - 1) // size * size
+        if (
+            seq.slot >= 0
+            and seq.finish is not FinishReason.ERROR
+            and boundary > max(seq.snapped, len(seq.base) - 1)
+        ):
+            seq.want = boundary
 
     def sweep(self) -> None:
-        """Free ended requests whose last step has landed."""
-        for seq in [s for s in self.running if s.finish is not None and s.in_flight == 0]:
+        """Free ended requests whose last step has landed and whose window is stored or unwanted."""
+        for seq in [s for s in self.running if s.finish is not None and s.in_flight == 0 and not s.want]:
             self.running.remove(seq)
             self.memory.release(seq.slot)
             del self._by_id[seq.request_id]
+
+    def check(self) -> None:
+        """Conservation of pages, slots and requests; raises AssertionError."""
+        self.memory.check(self.cache.holds() if self.cache is not None else [])
+        assert {s.request_id for s in (*self.waiting, *self.running)} == set(self._by_id), (
+            "a request was lost"
+        )

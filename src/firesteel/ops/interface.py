@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from firesteel.checkpoint.codecs import QTensor
-from firesteel.core import RowBatch, SampleRows, Verdict
+from firesteel.core import Logprobs, RowBatch, SampleRows, Verdict
 from firesteel.ops.types import (
     Compressor,
     CompressorMemory,
@@ -179,7 +179,13 @@ class Ops(ABC):
     # ---- tail -------------------------------------------------------------
     @abstractmethod
     def build_rows(
-        self, state: SlotState, prompt: PromptRows, decodes: Tensor, widths: Tensor, decode_rows: int, max_position: int
+        self,
+        state: SlotState,
+        prompt: PromptRows,
+        decodes: Tensor,
+        widths: Tensor,
+        decode_rows: int,
+        max_position: int,
     ) -> tuple[RowBatch, SampleRows]:
         """Rows of a step: prompt rows, then ``decode_rows`` rows of the slots ``decodes``.
 
@@ -192,7 +198,27 @@ class Ops(ABC):
         """float32 [R, V]."""
 
     @abstractmethod
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
+    def shape(self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
+        """Apply bias, bans, penalties and truncation of each row's slot: float32 [R, V].
+
+        Banned and truncated tokens become -inf. A row whose slot asks for
+        nothing keeps its bits.
+        """
+
+    @abstractmethod
+    def logprobs(self, logits: Tensor, tokens: Tensor, n: int) -> Logprobs:
+        """Log-probabilities of ``tokens`` [R] and of the ``n`` best under softmax(logits)."""
+
+    @abstractmethod
+    def head_sample(
+        self, x: Tensor, head: Linear, slots: Tensor, positions: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        """``sample(logits(x))`` with the same bits; a backend may never write the logits."""
+
+    @abstractmethod
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
         """Token of each row: argmax(logits + T*noise), ties to the lowest id.
 
         ``positions`` int64 [R] are those of the token being sampled. Returns
@@ -201,6 +227,12 @@ class Ops(ABC):
 
     @abstractmethod
     def commit(
-        self, tokens: Tensor, finite: Tensor, rows: RowBatch, samples: SampleRows, state: SlotState, widest: int
+        self,
+        tokens: Tensor,
+        finite: Tensor,
+        rows: RowBatch,
+        samples: SampleRows,
+        state: SlotState,
+        widest: int,
     ) -> Verdict:
         """Accept, truncate at stops and limits, move cursors and anchors."""

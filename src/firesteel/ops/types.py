@@ -144,9 +144,14 @@ class SlotState:
 
     int64 [S]: ``cursor`` (position of the anchor: all before it have run),
     ``anchor``, ``alive`` (1 while the request may go on), ``max_len`` (total
-    tokens allowed), ``seed_lo, seed_hi, sample`` (noise key). ``temperature``
-    float32 [S]; ``stop_ids`` int64 [S, n] padded with -1; ``drafts`` int64
-    [S, K], ``draft_len`` int64 [S].
+    tokens allowed), ``seed_lo, seed_hi, sample`` (noise key), ``top_k``,
+    ``stop_from``, ``prompt_len``. float32 [S]: ``temperature``, ``top_p``,
+    ``min_p``, ``repetition``, ``presence``, ``frequency``. ``stop_ids`` int64
+    [S, n] padded with -1. ``history`` int64 [S, L]: token ids by position, as
+    far as they ran. ``drafts`` int64 [S, K], ``draft_len`` int64 [S].
+    ``bias_ids`` int64 [S, nb] padded with -1, ``bias_values`` float32 [S, nb];
+    ``allowed`` bool [S, V] or None while no request restricts its tokens;
+    ``bad_words`` int64 [S, nw, lw], right-aligned and padded with -1.
     """
 
     cursor: Tensor
@@ -156,10 +161,23 @@ class SlotState:
     seed_lo: Tensor
     seed_hi: Tensor
     sample: Tensor
+    top_k: Tensor
+    stop_from: Tensor
+    prompt_len: Tensor
     temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
     stop_ids: Tensor
+    history: Tensor
     drafts: Tensor
     draft_len: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    bad_words: Tensor
+    allowed: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -154,8 +154,8 @@ class Compressor(nn.Module):
 
         a, b = value.split(self.dim, -1)
         score_a, score_b = score.split(self.dim, -1)
-        same = (entry_doc[:, 1:] == entry_doc[:, :-1])[:, :, None, None]
-        same = torch.cat([torch.zeros_like(same[:, :1]), same], 1)
+        same = entry_doc[:, 1:] == entry_doc[:, :-1]
+        same = torch.cat([same.new_zeros(len(entry_doc), 1), same], 1)[:, :, None, None]
         score_a = torch.where(same, shift(score_a), -math.inf)
         return torch.cat([shift(a), b], 2), torch.cat([score_a, score_b], 2)
 
@@ -258,7 +258,7 @@ class Attention(nn.Module):
         band = (j > i) & (j <= i + w)
         doc = pack.blocks.repeat_interleave(align // w, 1)
         joined = doc[:, 1:] == doc[:, :-1]
-        joined = torch.cat([torch.zeros_like(joined[:, :1]), joined], 1)
+        joined = torch.cat([joined.new_zeros(len(doc), 1), joined], 1)
         ok = band & ((j >= w) | joined[:, :, None, None])
         return torch.where(ok[:, :, :, None], score, -math.inf), keys
 

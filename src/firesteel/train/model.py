@@ -41,7 +41,9 @@ class Gate(Weight):
         """``x`` [N, D], ``tokens`` [N] -> dense routing weights [N, E], float32, zero where not chosen."""
         w = self.weight.to(self.num.dtype).float()
         score = F.softplus(F.linear(x.float(), w)).sqrt()
-        ids = self.tid2eid[tokens] if self.hashed else (score + self.bias).detach().topk(self.topk, -1).indices
+        ids = (
+            self.tid2eid[tokens] if self.hashed else (score + self.bias).detach().topk(self.topk, -1).indices
+        )
         part = score.gather(1, ids)
         part = part / (part.sum(-1, keepdim=True) + 1e-20) * self.scale
         return torch.zeros_like(score).scatter(1, ids, part)

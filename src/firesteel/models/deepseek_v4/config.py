@@ -120,7 +120,7 @@ class V4Config:
             raise ConfigError(f"{file}: no config.json; point --model at a checkpoint folder")
         try:
             raw = json.loads(file.read_text())
-        except json.JSONDecodeError as err:
+        except (json.JSONDecodeError, UnicodeDecodeError) as err:
             raise ConfigError(f"{file}: not valid JSON ({err})") from err
         if not isinstance(raw, dict):
             raise ConfigError(f"{file}: expected a JSON object, found {type(raw).__name__}")

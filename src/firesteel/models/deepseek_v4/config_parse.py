@@ -3,7 +3,7 @@
 Three spellings are read: the flat Hugging Face one beside the official weights,
 the native ``inference/config.json`` one, and the converted one that
 ``transformers`` saves (``layer_types``, ``compress_rates``, ``rope_parameters``).
-Only the first is written. Every error names file, field, expected and found.
+The first is written (``dump_config``). Every error names file, field, expected and found.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from firesteel.models.deepseek_v4.config import ConfigError, DSparkConfig, V4Config, Yarn
+from firesteel.models.deepseek_v4.config_dump import (
+    ARCHITECTURE,
+    BLOCK,
+    DSPARK_FIELDS,
+    LAYER_TYPES,
+    MODEL_TYPE,
+    dump_config,
+    dump_converted,
+)
 
-ARCHITECTURE = "DeepseekV4ForCausalLM"
-MODEL_TYPE = "deepseek_v4"
+__all__ = ["Fields", "dump_config", "dump_converted", "parse_config"]
+
 PAGE = 256  # every compress ratio must divide the history page
-BLOCK = (128, 128)  # FP8 weight blocks
 GROUP = 32  # FP4 weight groups
 
 # native inference/config.json name of each flat field that only differs in name
@@ -67,15 +75,6 @@ FIXED: dict[str, Any] = {
     "sample_from_anchor": True,
 }
 
-DSPARK_FIELDS = (
-    "dspark_block_size",
-    "dspark_noise_token_id",
-    "dspark_target_layer_ids",
-    "dspark_markov_rank",
-)
-
-LAYER_TYPES = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-
 
 @dataclass(frozen=True)
 class Fields:
@@ -90,7 +89,9 @@ class Fields:
         return self.prefix + self.names.get(name, name)
 
     def fail(self, name: str, expected: str, found: Any) -> ConfigError:
-        return ConfigError(f"{self.where}: field '{self.label(name)}': expected {expected}, found {shown(found)}")
+        return ConfigError(
+            f"{self.where}: field '{self.label(name)}': expected {expected}, found {shown(found)}"
+        )
 
     def has(self, name: str) -> bool:
         return self.names.get(name, name) in self.raw
@@ -248,7 +249,9 @@ def check_quantisation(fields: Fields, native: bool) -> bool:
         return False
     quant = fields.table("quantization_config")
     if quant.raw.get("moe_quant_algo") is not None:
-        raise quant.fail("moe_quant_algo", "absent (official FP4/FP8 experts only)", quant.raw["moe_quant_algo"])
+        raise quant.fail(
+            "moe_quant_algo", "absent (official FP4/FP8 experts only)", quant.raw["moe_quant_algo"]
+        )
     quant.text("quant_method", ("fp8",))
     if "fmt" in quant.raw:
         quant.text("fmt", ("e4m3",))
@@ -290,7 +293,9 @@ def read_ratios(fields: Fields, layers: int) -> tuple[tuple[int, ...], int]:
     if fields.has("n_mtp_layers"):
         stated = fields.integer("n_mtp_layers", 0)
         if stages and stated != stages:
-            raise fields.fail("n_mtp_layers", f"{stages}, as compress_ratios has {len(values)} entries", stated)
+            raise fields.fail(
+                "n_mtp_layers", f"{stages}, as compress_ratios has {len(values)} entries", stated
+            )
         stages = stated
     return values[:layers], stages
 
@@ -327,9 +332,7 @@ def read_hash_layers(fields: Fields, layers: int, converted: bool) -> int:
     return count
 
 
-def read_dspark(
-    fields: Fields, layers: int, vocab: int, stages: int, converted: bool
-) -> DSparkConfig | None:
+def read_dspark(fields: Fields, layers: int, vocab: int, stages: int, converted: bool) -> DSparkConfig | None:
     """The drafter's fields: all or none. ``num_nextn_predict_layers`` is not looked at."""
     present = [name for name in DSPARK_FIELDS if name in fields.raw]
     if not present:
@@ -349,7 +352,9 @@ def read_dspark(
         target_layer_ids=ids,
         markov_rank=fields.integer("dspark_markov_rank"),
         stages=stages,
-        confidence_head=fields.flag("enable_confidence_head") if fields.has("enable_confidence_head") else True,
+        confidence_head=fields.flag("enable_confidence_head")
+        if fields.has("enable_confidence_head")
+        else True,
     )
     if stages:
         return config
@@ -452,87 +457,3 @@ def check_geometry(config: V4Config, fields: Fields, quantised: bool) -> None:
     if yarn is not None and yarn.beta_fast <= yarn.beta_slow:
         label = fields.names.get("beta_fast", "beta_fast")
         raise fields.fail(label, f"more than beta_slow {yarn.beta_slow}", yarn.beta_fast)
-
-
-def dump_config(config: V4Config) -> dict[str, Any]:
-    """The flat spelling exactly as official folders have it (JSON-ready, sorted as they sort it)."""
-    stages = config.dspark.stages if config.dspark else config.mtp_stages
-    yarn = config.yarn
-    out: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_token_id,
-        "compress_ratios": [*config.compress_ratios, *([0] * stages)],
-        "compress_rope_theta": whole(config.compress_rope_theta),
-        "eos_token_id": config.eos_token_id,
-        "expert_dtype": config.expert_dtype,
-        "hc_eps": config.hc_eps,
-        "hc_mult": config.hc_mult,
-        "hc_sinkhorn_iters": config.hc_sinkhorn_iters,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "index_head_dim": config.index_head_dim,
-        "index_n_heads": config.index_n_heads,
-        "index_topk": config.index_topk,
-        "initializer_range": 0.02,
-        "max_position_embeddings": config.max_position_embeddings,
-        "model_type": MODEL_TYPE,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "n_routed_experts": config.n_routed_experts,
-        "n_shared_experts": config.n_shared_experts,
-        "norm_topk_prob": True,
-        "num_attention_heads": config.num_attention_heads,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "num_hash_layers": config.num_hash_layers,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": 1,
-        "num_nextn_predict_layers": min(stages, 1),
-        "o_groups": config.o_groups,
-        "o_lora_rank": config.o_lora_rank,
-        "q_lora_rank": config.q_lora_rank,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "scale_fmt": "ue8m0",
-            "weight_block_size": list(BLOCK),
-        },
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_scaling": None
-        if yarn is None
-        else {
-            "beta_fast": whole(yarn.beta_fast),
-            "beta_slow": whole(yarn.beta_slow),
-            "factor": whole(yarn.factor),
-            "original_max_position_embeddings": yarn.original_max_position_embeddings,
-            "type": "yarn",
-        },
-        "rope_theta": whole(config.rope_theta),
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "scoring_func": "sqrtsoftplus",
-        "sliding_window": config.sliding_window,
-        "swiglu_limit": config.swiglu_limit,
-        "tie_word_embeddings": False,
-        "topk_method": "noaux_tc",
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.57.1",
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
-    if config.dspark is not None:
-        draft = config.dspark
-        out["dspark_block_size"] = draft.block_size
-        out["dspark_noise_token_id"] = draft.noise_token_id
-        out["dspark_target_layer_ids"] = list(draft.target_layer_ids)
-        out["dspark_markov_rank"] = draft.markov_rank
-        if not draft.confidence_head:
-            out["enable_confidence_head"] = False
-    return out
-
-
-def whole(value: float) -> int | float:
-    """Whole numbers without a fraction, as official configs write thetas and YaRN factors."""
-    return int(value) if value == int(value) else value

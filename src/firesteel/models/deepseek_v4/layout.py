@@ -24,6 +24,7 @@ from firesteel.models.deepseek_v4.names import official_view
 __all__ = [
     "TensorSpec",
     "Weight",
+    "check_ranks",
     "expected_tensors",
     "fit_layout",
     "layer_kinds",
@@ -65,11 +66,11 @@ def weight_specs(weight: Weight, fmt: str, scales: tuple[str, ...] = LINEAR_SCAL
         return [TensorSpec(name, (rows, cols), DENSE, weight.part, weight.tp)]
     if fmt == "fp4":
         data = TensorSpec(name, (rows, cols // 2), FP4_BYTES, weight.part, weight.tp)
-        grid, dtypes = (rows, cols // FP4_GROUP), E8M0
+        grid, scales = (rows, cols // FP4_GROUP), E8M0
     else:
         data = TensorSpec(name, (rows, cols), ("F8_E4M3",), weight.part, weight.tp)
-        grid, dtypes = block_shape(rows, cols), scales
-    return [data, TensorSpec(f"{weight.prefix}.scale", grid, dtypes, weight.part, weight.tp)]
+        grid = block_shape(rows, cols)
+    return [data, TensorSpec(f"{weight.prefix}.scale", grid, scales, weight.part, weight.tp)]
 
 
 def hyper_items(config: V4Config, prefix: str, part: str) -> Iterator[Item]:
@@ -90,9 +91,7 @@ def hyper_head_items(config: V4Config, prefix: str, part: str) -> Iterator[Item]
     yield TensorSpec(f"{prefix}hc_head_scale", (1,), FLOAT, part)
 
 
-def compressor_items(
-    config: V4Config, prefix: str, width: int, ratio: int, part: str
-) -> Iterator[Item]:
+def compressor_items(config: V4Config, prefix: str, width: int, ratio: int, part: str) -> Iterator[Item]:
     """One compressor: ratio 4 overlaps windows and is two widths wide."""
     wide = (2 if ratio == 4 else 1) * width
     yield TensorSpec(f"{prefix}wkv.weight", (wide, config.hidden_size), DENSE, part)
@@ -314,6 +313,19 @@ def shard_of(config: V4Config, name: str) -> int:
     return config.num_hidden_layers + 1
 
 
+def check_ranks(config: V4Config, size: int) -> None:
+    """Raise ConfigError unless ``size`` ranks can share this model: it divides heads, groups, experts.
+
+    Output groups bound it: the rows of one group need all heads of that group on one rank.
+    """
+    if size < 1:
+        raise ConfigError(f"tensor-parallel size must be at least 1, found {size}")
+    for name in ("o_groups", "num_attention_heads", "index_n_heads", "n_routed_experts", "vocab_size"):
+        value = getattr(config, name)
+        if value % size:
+            raise ConfigError(f"tensor-parallel size {size} does not divide {name} {value}; choose a divisor")
+
+
 def rank_slices(spec: TensorSpec, rank: int, size: int, experts: int) -> tuple[slice, ...] | None:
     """What rank ``rank`` of ``size`` reads of a tensor: slices per dim, or None for another rank's expert.
 
@@ -324,7 +336,9 @@ def rank_slices(spec: TensorSpec, rank: int, size: int, experts: int) -> tuple[s
         return whole
     if spec.tp == "expert":
         if experts % size:
-            raise ConfigError(f"tensor-parallel size {size} does not divide {experts} experts; choose a divisor")
+            raise ConfigError(
+                f"tensor-parallel size {size} does not divide {experts} experts; choose a divisor"
+            )
         index = int(spec.name.split(".experts.")[1].split(".")[0])
         return whole if index // (experts // size) == rank else None
     dim = 0 if spec.tp == "dim0" else 1

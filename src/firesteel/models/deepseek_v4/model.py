@@ -148,7 +148,9 @@ class Target:
             entries, ratio = state.entries.entries, w.compressor.ratio
         if w.indexer is not None:
             selection = self._select(x, qa, w.indexer, w.table, state, ctx)
-        o = ops.attention(q, kv, state.window, c.sliding_window, w.sinks, entries, ratio, selection, w.table, ctx)
+        o = ops.attention(
+            q, kv, state.window, c.sliding_window, w.sinks, entries, ratio, selection, w.table, ctx
+        )
         ops.store_window(state.window, kv, ctx)  # after the layer's last read
         return ops.output(o, w.wo_a, w.wo_b)
 

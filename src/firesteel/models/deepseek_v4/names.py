@@ -147,5 +147,3 @@ def official_view(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], list
             else:
                 out[official] = part
     return out, problems
-
-

@@ -26,7 +26,7 @@ from firesteel.models.deepseek_v4.layout import (
 )
 
 LOGIT_STD = 3.0  # spread of the logits of a random target
-EMBED_GAIN = 3.0  # how far the token outweighs what the layers add, at full agreement
+EMBED_GAIN = 6.0  # how far the token outweighs what the layers add, at full agreement
 
 
 def tiny_config(**overrides: Any) -> V4Config:
@@ -169,13 +169,14 @@ def token_tensors(config: V4Config, source: Source, agreement: float) -> dict[st
     rank = min(draft.markov_rank, wide)
     basis = torch.linalg.qr(source.normal("bigram/basis", (wide, rank))).Q.T * math.sqrt(wide / rank)
     code, read = source.normal("bigram/code", (vocab, rank)), source.normal("bigram/read", (vocab, rank))
-    free = math.sqrt(1 - agreement**2)
-    embed = source.normal("embed.weight", (vocab, wide), free) + agreement * code @ basis
-    head = source.normal("head.weight", (vocab, wide), free) + agreement * read @ basis
-    gain = 1 + (EMBED_GAIN - 1) * agreement
+    share = math.sqrt(agreement)
+    free = math.sqrt(1 - agreement)
+    embed = source.normal("embed.weight", (vocab, wide), free) + share * code @ basis
+    head = source.normal("head.weight", (vocab, wide), free) + share * read @ basis
+    gain = EMBED_GAIN**agreement
     pad = (0, draft.markov_rank - rank)
     last = f"mtp.{draft.stages - 1}."
-    markov = agreement**2 * LOGIT_STD * math.sqrt(wide) / rank
+    markov = agreement * LOGIT_STD * math.sqrt(wide) / rank
     out = {
         "embed.weight": embed * gain,
         "head.weight": head * (LOGIT_STD / math.sqrt(wide)),

@@ -6,7 +6,8 @@ rows past what is needed, because the host orders copies two steps late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +24,23 @@ class LayerMemory:
     entries: CompressorMemory | None = None
     index: CompressorMemory | None = None
 
+    def rings(self) -> Iterator[Tensor]:
+        """Every ring of the layer, each with the slot as its first dim."""
+        yield self.window
+        for part in (self.entries, self.index):
+            if part is not None:
+                yield part.raw
+
+
+@dataclass(frozen=True)
+class SnapshotPart:
+    """What a snapshot keeps of one ring: the last ``rows`` rows, ``width`` of their columns."""
+
+    rows: int
+    width: int
+    ring: Tensor = field(default_factory=lambda: torch.empty(0))
+    columns: Tensor = field(default_factory=lambda: torch.empty(0))
+
 
 def window_ring(config: V4Config, gamma: int) -> int:
     """Rows of a K=V ring."""
@@ -34,14 +52,40 @@ def raw_ring(ratio: int, gamma: int) -> int:
     return 2 * ratio + 3 * (gamma + 1) if ratio == 4 else ratio + gamma + 1
 
 
-def allocate(config: V4Config, slots: int, pages: int, gamma: int, device: torch.device) -> list[LayerMemory]:
-    """Memory of every target layer, zeroed; the last slot and page 0 are scratch."""
+def _entry_dims(config: V4Config) -> list[tuple[int, int]]:
+    """(ratio, dim) of every kind of entry in a page, in layer order."""
+    out = []
+    for i, ratio in enumerate(config.compress_ratios):
+        if ratio:
+            out.append((ratio, config.head_dim))
+        if config.kind(i) is LayerKind.CSA:
+            out.append((ratio, config.index_head_dim))
+    return out
+
+
+def page_floats(config: V4Config) -> int:
+    """Values that one page of all layers holds."""
+    return sum(config.page_size // ratio * dim for ratio, dim in _entry_dims(config))
+
+
+def allocate(
+    config: V4Config, slots: int, arena: Tensor, gamma: int, device: torch.device
+) -> list[LayerMemory]:
+    """Memory of every target layer, zeroed; entries are views into the arena's page lines.
+
+    The last slot and page 0 are scratch.
+    """
+    offset = 0
 
     def ring(rows: int, width: int) -> Tensor:
         return torch.zeros(slots, rows, width, device=device)
 
     def entries(ratio: int, dim: int) -> Tensor:
-        return torch.zeros(pages, config.page_size // ratio, dim, device=device)
+        nonlocal offset
+        size = config.page_size // ratio * dim
+        view = arena[:, offset : offset + size].unflatten(1, (config.page_size // ratio, dim))
+        offset += size
+        return view
 
     out = []
     for i, ratio in enumerate(config.compress_ratios):
@@ -55,3 +99,40 @@ def allocate(config: V4Config, slots: int, pages: int, gamma: int, device: torch
             memory.index = CompressorMemory(raw, entries(ratio, config.index_head_dim))
         out.append(memory)
     return out
+
+
+def snapshot_parts(
+    config: V4Config, boundary: int, layers: Sequence[LayerMemory] | None = None
+) -> list[SnapshotPart]:
+    """What must be kept to go on at ``boundary``, a multiple of the page size.
+
+    Per layer the window less the row that the next query no longer sees; of a
+    CSA compressor the A halves of the window before; of an HCA compressor
+    nothing, since every window is complete. Without ``layers`` only the sizes
+    are filled in.
+    """
+    assert boundary % config.page_size == 0 or layers is None, "snapshots stand at page boundaries"
+    out = []
+    for i in range(config.num_hidden_layers):
+        memory = layers[i] if layers is not None else None
+        rows = config.sliding_window - 1
+        out.append(_part(rows, config.head_dim, 1, memory.window if memory else None))
+        if config.kind(i) is LayerKind.CSA:
+            out.append(
+                _part(4, config.head_dim, 4, memory.entries.raw if memory and memory.entries else None)
+            )
+            out.append(
+                _part(4, config.index_head_dim, 4, memory.index.raw if memory and memory.index else None)
+            )
+    return out
+
+
+def _part(rows: int, dim: int, quarters: int, ring: Tensor | None) -> SnapshotPart:
+    """All columns, or of a CSA raw row (value A, value B, score A, score B) the two A quarters."""
+    width = dim if quarters == 1 else 2 * dim
+    if ring is None:
+        return SnapshotPart(rows, width)
+    columns = torch.arange(dim, device=ring.device)
+    if quarters == 4:
+        columns = torch.cat((columns, columns + 2 * dim))
+    return SnapshotPart(rows, width, ring, columns)

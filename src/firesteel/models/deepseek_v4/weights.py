@@ -57,14 +57,25 @@ class Builder:
         c = self.config
         fn = self.ops.linear_weight(QTensor.dense(self.f32(f"{prefix}_fn")))
         return Hyper(
-            fn, self.f32(f"{prefix}_base"), self.f32(f"{prefix}_scale"), c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
+            fn,
+            self.f32(f"{prefix}_base"),
+            self.f32(f"{prefix}_scale"),
+            c.hc_sinkhorn_iters,
+            c.hc_eps,
+            c.rms_norm_eps,
         )
 
     def hyper_head(self, prefix: str) -> HyperHead:
         """The final collapse; ``prefix`` is "" or a draft stage with its dot."""
         fn = self.ops.linear_weight(QTensor.dense(self.f32(f"{prefix}hc_head_fn")))
         c = self.config
-        return HyperHead(fn, self.f32(f"{prefix}hc_head_base"), self.f32(f"{prefix}hc_head_scale"), c.hc_eps, c.rms_norm_eps)
+        return HyperHead(
+            fn,
+            self.f32(f"{prefix}hc_head_base"),
+            self.f32(f"{prefix}hc_head_scale"),
+            c.hc_eps,
+            c.rms_norm_eps,
+        )
 
     def stacked(self, *prefixes: str) -> Linear:
         """Weights of one input stacked along N into one product."""
@@ -88,7 +99,9 @@ class Builder:
         weight = self.source.qtensor(prefix).dequant().to(self.device)
         if self.ops.numerics.official:
             weight = weight.to(torch.bfloat16).to(torch.float32)
-        return tuple(self.ops.linear_weight(QTensor.dense(part.contiguous())) for part in weight.chunk(groups))
+        return tuple(
+            self.ops.linear_weight(QTensor.dense(part.contiguous())) for part in weight.chunk(groups)
+        )
 
     def attention(self, prefix: str, ratio: int, kind: LayerKind) -> AttentionWeights:
         """One attention sublayer with what its kind adds."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from firesteel.core import RowBatch
-from firesteel.ops.interface import Ops
 from firesteel.ops.reference import numeric
 from firesteel.ops.reference.linear import ReferenceMatrix
-from firesteel.ops.types import Compressor, CompressorMemory, Norm, PassContext, Rope
+from firesteel.ops.types import Compressor, CompressorMemory, Linear, Norm, PassContext, Rope
 
 ROW_BLOCK = 64  # rows whose keys are gathered at once; bounds memory, not results
 ENTRY_TILE = 64  # entries per softmax tile
@@ -254,6 +253,3 @@ class _Softmax:
     def result(self) -> Tensor:
         """[B, H, d]."""
         return self.acc / self.total
-
-
-__all__ = ["ReferenceAttention", "Ops"]

@@ -85,8 +85,8 @@ class ReferenceMatrix(Ops):
         hc = h.shape[1]
         flat = h.flatten(1)
         mix = matmul_rows(flat, w.fn.data) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + w.rms_eps)
-        pre = torch.sigmoid(mix[:, :hc] * w.scale[0] + w.base[:hc]) + w.eps
-        post = 2.0 * torch.sigmoid(mix[:, hc : 2 * hc] * w.scale[1] + w.base[hc : 2 * hc])
+        pre = numeric.sigmoid(mix[:, :hc] * w.scale[0] + w.base[:hc]) + w.eps
+        post = 2.0 * numeric.sigmoid(mix[:, hc : 2 * hc] * w.scale[1] + w.base[hc : 2 * hc])
         comb = (mix[:, 2 * hc :] * w.scale[2] + w.base[2 * hc :]).unflatten(-1, (hc, hc))
         comb = torch.softmax(comb, dim=-1) + w.eps
         comb = comb / (comb.sum(-2, keepdim=True) + w.eps)
@@ -105,7 +105,7 @@ class ReferenceMatrix(Ops):
     def hyper_head(self, h: Tensor, w: HyperHead, norm: Norm) -> tuple[Tensor, Tensor]:
         flat = h.flatten(1)
         mix = matmul_rows(flat, w.fn.data) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + w.rms_eps)
-        weight = torch.sigmoid(mix * w.scale + w.base) + w.eps
+        weight = numeric.sigmoid(mix * w.scale + w.base) + w.eps
         z = self.act((weight.unsqueeze(-1) * h).sum(1))
         return z, self.norm(z, norm)
 
@@ -114,7 +114,7 @@ class ReferenceMatrix(Ops):
 
     # ---- experts ----------------------------------------------------------
     def route(self, x: Tensor, w: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        scores = torch.sqrt(functional.softplus(matmul_rows(x, w.gate.data)))
+        scores = torch.sqrt(numeric.softplus(matmul_rows(x, w.gate.data)))
         if w.table is not None:
             ids = w.table[tokens]
         else:
@@ -140,7 +140,10 @@ class ReferenceMatrix(Ops):
             row, place = torch.nonzero(ids == e, as_tuple=True)
             if row.numel() == 0:
                 continue
-            inner = self._swiglu(self.act(matmul_rows(xq[row], experts.w13[e])), limit) * weights[row, place, None]
+            inner = (
+                self._swiglu(self.act(matmul_rows(xq[row], experts.w13[e])), limit)
+                * weights[row, place, None]
+            )
             inner = self._input(self.act(inner), experts.quantised)
             parts[row, place] = self.act(matmul_rows(inner, experts.w2[e]))
         out = parts[:, 0]
@@ -153,7 +156,7 @@ class ReferenceMatrix(Ops):
     @staticmethod
     def _swiglu(gate_up: Tensor, limit: float) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+        return numeric.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
 
     def logits(self, x: Tensor, head: Linear) -> Tensor:
         return matmul_rows(x, head.data)

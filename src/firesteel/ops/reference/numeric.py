@@ -80,3 +80,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
         sin = -sin
     pair = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return torch.cat((flat, pair.flatten(-2)), dim=-1)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x). ``torch.sigmoid`` rounds the last elements of a tensor differently from the
+    others, so that a row's bits would depend on the number of rows; ``torch.exp`` does not."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), written so that it does not overflow and, like ``sigmoid``, not as torch has it."""
+    return x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs()))

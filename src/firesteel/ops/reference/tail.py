@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from firesteel.core import RowBatch, SampleRows, Verdict
-from firesteel.ops.reference.attention import ReferenceAttention
-from firesteel.ops.types import PromptRows, SlotState
+from firesteel.ops.reference.shape import ReferenceShape
+from firesteel.ops.types import Linear, Numerics, PromptRows, SlotState
 
 PHILOX_M = (0xD2511F53, 0xCD9E8D57)
 PHILOX_W = (0x9E3779B9, 0xBB67AE85)
@@ -41,7 +41,9 @@ def gumbel(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v))
 
 
-def noise(ids: Tensor, positions: Tensor, slots: Tensor, state: SlotState, stream: int = TARGET_STREAM) -> Tensor:
+def noise(
+    ids: Tensor, positions: Tensor, slots: Tensor, state: SlotState, stream: int = TARGET_STREAM
+) -> Tensor:
     """Gumbel noise float32 [R, n] of token ids [n] for tokens sampled at ``positions`` [R].
 
     Key (seed low word, sample index), counter (token id, position, stream, seed high word).
@@ -57,11 +59,17 @@ def noise(ids: Tensor, positions: Tensor, slots: Tensor, state: SlotState, strea
     return gumbel(philox(counter, key))
 
 
-class ReferenceTail(ReferenceAttention):
+class ReferenceTail(ReferenceShape):
     """What runs before and after the model in a step."""
 
     def build_rows(
-        self, state: SlotState, prompt: PromptRows, decodes: Tensor, widths: Tensor, decode_rows: int, max_position: int
+        self,
+        state: SlotState,
+        prompt: PromptRows,
+        decodes: Tensor,
+        widths: Tensor,
+        decode_rows: int,
+        max_position: int,
     ) -> tuple[RowBatch, SampleRows]:
         device, base = decodes.device, prompt.tokens.shape[0]
         ends = torch.cumsum(widths, 0)
@@ -92,6 +100,7 @@ class ReferenceTail(ReferenceAttention):
             valid=torch.cat((torch.ones_like(prompt.tokens, dtype=torch.bool), valid)),
             max_position=max_position,
         )
+        state.history[torch.where(rows.valid, rows.slots, scratch), rows.positions] = rows.tokens
         return rows, self._sample_rows(prompt, decodes, widths, ends, group, base + row)
 
     @staticmethod
@@ -108,8 +117,16 @@ class ReferenceTail(ReferenceAttention):
             slots=torch.cat((prompt.slots[prompt.sampling], decodes)),
         )
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState) -> tuple[Tensor, Tensor]:
-        finite = torch.isfinite(logits).all(-1)
+    def head_sample(
+        self, x: Tensor, head: Linear, slots: Tensor, positions: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        return self.sample(self.logits(x, head), slots, positions, state)
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        # a masked row holds -inf; a broken one NaN, +inf, or nothing to choose from
+        finite = torch.isfinite(logits.amax(-1))
         heat = state.temperature[slots].unsqueeze(-1)
         score = logits
         if bool((state.temperature > 0).any()):  # T = 0 everywhere: the noise is multiplied by 0
@@ -118,7 +135,13 @@ class ReferenceTail(ReferenceAttention):
         return torch.argmax(score, dim=-1), finite
 
     def commit(
-        self, tokens: Tensor, finite: Tensor, rows: RowBatch, samples: SampleRows, state: SlotState, widest: int
+        self,
+        tokens: Tensor,
+        finite: Tensor,
+        rows: RowBatch,
+        samples: SampleRows,
+        state: SlotState,
+        widest: int,
     ) -> Verdict:
         device, slots, width = tokens.device, samples.slots, samples.width
         step = torch.arange(widest, device=device)
@@ -171,8 +194,5 @@ class ReferenceOps(ReferenceTail):
 
     name = "reference"
 
-    def __init__(self, numerics: object):
-        from firesteel.ops.types import Numerics
-
-        assert isinstance(numerics, Numerics)
+    def __init__(self, numerics: Numerics):
         self.numerics = numerics

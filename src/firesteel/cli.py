@@ -1,0 +1,188 @@
+"""``firesteel``: the command line. Each command is a thin caller of the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from firesteel import __version__
+
+
+def _parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="firesteel", description="DeepSeek-V4 with DSpark, every token a row.")
+    top.add_argument("--version", action="version", version=f"firesteel {__version__}")
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = sub.add_parser("generate", help="complete one prompt")
+    generate.add_argument("--prompt", required=True, help="text to complete; with --chat, the user's message")
+    generate.add_argument("--chat", action="store_true", help="wrap the prompt in V4's chat encoding")
+    generate.add_argument("--thinking", action="store_true", help="with --chat: let the model think first")
+    _model_options(generate)
+    _sampling_options(generate)
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+    chat = sub.add_parser("chat", help="talk to the model in the terminal")
+    chat.add_argument("--thinking", action="store_true", help="let the model think first")
+    _model_options(chat)
+    _sampling_options(chat)
+
+    demo = sub.add_parser("demo", help="a word problem, code and prose on the bundled model")
+    _model_options(demo)
+    demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+    inspect = sub.add_parser("inspect", help="what a checkpoint holds, or must hold")
+    inspect.add_argument("path", help="checkpoint folder, or a config.json alone")
+    inspect.add_argument("--plan", action="store_true", help="add a memory plan")
+    inspect.add_argument(
+        "--gpu-gib", type=float, default=141.0, help="memory of one GPU in GiB (default 141)"
+    )
+    inspect.add_argument("--tp", type=int, default=1, help="tensor-parallel degree of the plan")
+    inspect.add_argument("--max-model-len", type=int, default=None, help="tokens of one request in the plan")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    return top
+
+
+def _model_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
+    p.add_argument(
+        "--numerics", default="official", choices=("official", "float32"), help="rounding of activations"
+    )
+    p.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
+    p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
+
+
+def _sampling_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--max-tokens", type=int, default=256, help="tokens to generate at most")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    p.add_argument("--seed", type=int, default=None, help="keys all noise; drawn and printed if absent")
+    p.add_argument("--stop", action="append", default=[], help="stop string; may be given several times")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+
+
+def _llm(args: argparse.Namespace) -> Any:
+    from rich.console import Console
+
+    from firesteel.engine.llm import LLM
+
+    settings = {"numerics": args.numerics, "backend": args.backend, "threads": args.threads}
+    with Console(stderr=True).status("loading") as status:
+        return LLM(
+            args.model,
+            max_model_len=args.max_model_len,
+            progress=lambda part: status.update(f"loading {part}"),
+            **settings,
+        )
+
+
+def _params(args: argparse.Namespace) -> Any:
+    from firesteel.config import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    params = _params(args)
+    llm = _llm(args)
+    prompt = args.prompt
+    if args.chat:
+        prompt = llm.prompt_of([{"role": "user", "content": prompt}], args.thinking)
+    elif llm.tokenizer is not None:
+        prompt = [llm.config.bos_token_id, *llm.tokenizer.encode(prompt)]
+    if args.json:
+        print(json.dumps(llm.generate([prompt], params)[0].to_json(), ensure_ascii=False))
+        return 0
+    done = _print_stream(llm, prompt, params)
+    print(
+        f"[{done.finish_reason}, {len(done.token_ids)} tokens, {done.stats['tokens_per_second']:.1f} tokens/s, "
+        f"seed {done.seed}]",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _print_stream(llm: Any, prompt: Any, params: Any) -> Any:
+    from firesteel.engine.output import Completion
+
+    done = None
+    for piece in llm.stream(prompt, params):
+        if isinstance(piece, Completion):
+            done = piece
+        else:
+            print(piece, end="", flush=True)
+    print()
+    return done
+
+
+def _chat(args: argparse.Namespace) -> int:
+    params = _params(args)
+    llm = _llm(args)
+    messages: list[dict[str, str]] = []
+    print("Empty line or Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return 0
+        if not line.strip():
+            return 0
+        messages.append({"role": "user", "content": line})
+        done = _print_stream(llm, llm.prompt_of(messages, args.thinking), params)
+        reasoning, found, answer = done.text.partition("</think>")
+        message = {"role": "assistant", "content": answer if found else done.text}
+        if found:
+            message["reasoning"] = reasoning
+        messages.append(message)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from firesteel.demo import run_demo
+
+    return run_demo(_llm(args), as_json=args.json)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from firesteel.inspect import run_inspect
+
+    return run_inspect(
+        args.path,
+        plan=args.plan,
+        gpu_gib=args.gpu_gib,
+        tp=args.tp,
+        as_json=args.json,
+        max_model_len=args.max_model_len,
+    )
+
+
+COMMANDS = {"generate": _generate, "chat": _chat, "demo": _demo, "inspect": _inspect}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; a user's error is one line on stderr and exit code 2."""
+    args = _parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command](args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except (ValueError, RuntimeError, OSError) as err:
+        from firesteel.errors import user_errors
+
+        if not isinstance(err, user_errors()):
+            raise
+        print(f"firesteel: {err}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Prompts to sequences and updates to answers; shared by ``LLM`` and ``AsyncEngine``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from firesteel.config import ParameterError, SamplingParams
+from firesteel.core import FinishReason
+from firesteel.engine.build import Built
+from firesteel.engine.output import Answer
+from firesteel.models.deepseek_v4.chat import encode_messages, resolve_mode
+
+Prompt = str | Sequence[int]
+
+
+class Frontend:
+    """One engine with its tokenizer; not thread-safe, the owner of the loop calls it."""
+
+    def __init__(self, built: Built):
+        self.engine, self.config, self.tokenizer = built.engine, built.model, built.tokenizer
+        self.path, self.notes = built.path, built.notes
+        self.open: dict[int, Answer] = {}
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt; raises ParameterError without a tokenizer."""
+        if not isinstance(prompt, str):
+            return tuple(int(i) for i in prompt)
+        if self.tokenizer is None:
+            raise ParameterError(f"prompt: {self.path} has no tokenizer.json; give token ids")
+        return tuple(self.tokenizer.encode(prompt))
+
+    def prompt_of(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        thinking: bool = False,
+        reasoning_effort: str | None = None,
+        **encoding: Any,
+    ) -> str:
+        """The conversation as V4 sees it; raises ChatError."""
+        mode = resolve_mode(thinking=thinking, reasoning_effort=reasoning_effort)
+        return encode_messages(messages, mode.thinking, mode.effort, **encoding)
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> list[Answer]:
+        """Queue a request: one answer per sample. Raises ParameterError or QueueFull; then nothing is queued."""
+        ids = self.encode(prompt)
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            raise ParameterError(f"stop, bad_words: {self.path} has no tokenizer.json; use token ids")
+        words = tuple(w for text in params.bad_words for w in self._spellings(text))
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        answers: list[Answer] = []
+        try:
+            for sample in range(params.n):
+                seq = self.engine.add(ids, params, seed, sample, words)
+                answers.append(Answer(seq, self.tokenizer))
+        except Exception:
+            for answer in answers:
+                self.engine.end(answer.request_id, FinishReason.ABORT)
+            raise
+        self.open.update((a.request_id, a) for a in answers)
+        return answers
+
+    def _spellings(self, text: str) -> list[tuple[int, ...]]:
+        """A bad word stands at the start of a text or behind a space."""
+        assert self.tokenizer is not None, "checked by the caller"
+        both = {tuple(self.tokenizer.encode(t)) for t in (text, f" {text.lstrip()}")}
+        return sorted(w for w in both if w)
+
+    def step(self) -> list[Answer]:
+        """One turn of the loop; the answers that changed."""
+        changed = []
+        for update in self.engine.step():
+            answer = self.open.get(update.request_id)
+            if answer is None:
+                continue
+            answer.take(update)
+            changed.append(answer)
+            if answer.finish is not None:
+                self.drop(answer, answer.finish)
+        return changed
+
+    def drop(self, answer: Answer, reason: FinishReason, error: str = "") -> None:
+        """Let go of an answer; a running request ends."""
+        self.open.pop(answer.request_id, None)
+        self.engine.end(answer.request_id, reason, error)
+        if answer.finish is None:
+            answer.finish, answer.error = reason, error

@@ -1,0 +1,114 @@
+"""One request inside the engine: what the host knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from firesteel.config import SamplingParams
+from firesteel.core import Admission, FinishReason, Shaping
+from firesteel.engine.runner import TokenScore
+
+
+@dataclass
+class Sequence:
+    """Host state of one sample of one request.
+
+    ``base`` are the tokens to run as prompt rows: the prompt or, after a
+    preemption whose copy did not fit, the prompt and the answer so far.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: tuple[int, ...]
+    sample: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    slot: int = -1
+    base: tuple[int, ...] = ()
+    planned: int = 0  # positions of base that are planned or reused
+    output: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
+    in_flight: int = 0  # steps not yet committed that sample for this request
+    steps: int = 0  # steps that sampled for it
+    verified: int = 0
+    accepted: int = 0
+    reused: int = 0  # prompt tokens taken from the prefix cache
+    preemptions: int = 0
+    saved_pages: int = 0  # > 0: its device state waits in a copy
+    restart: bool = False  # its state was given up: base is run again once all tokens are known
+    boundaries: list[int] = field(default_factory=list)  # snapshots wanted while the prompt runs
+    want: int = 0  # snapshot wanted at this committed boundary
+    snapped: int = 0  # deepest boundary with a snapshot of this request
+    keys: list[bytes] = field(default_factory=list)  # snapshots it made
+    chain: list[bytes] = field(default_factory=list)  # page keys of its tokens, as far as needed
+    answer_key: bytes | None = None  # its latest snapshot inside the answer
+    finish: FinishReason | None = None
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.base = self.base or self.prompt
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: priority, then arrival."""
+        return self.params.priority, self.request_id
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether all prompt rows have been planned."""
+        return self.planned == len(self.base)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and answer so far."""
+        return (*self.prompt, *self.output)
+
+    @property
+    def known(self) -> int:
+        """Tokens the host knows."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def bound(self) -> int:
+        """Upper bound of tokens after the steps in flight (one each, without drafts)."""
+        return min(self.known + self.in_flight, self.max_len)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the steps in flight reach the length limit already."""
+        return self.known + self.in_flight >= self.max_len
+
+    def shaping(self) -> Shaping:
+        """What the device must do to the logits."""
+        p = self.params
+        return Shaping(
+            top_k=max(p.top_k, 0),
+            top_p=p.top_p,
+            min_p=p.min_p,
+            repetition=p.repetition_penalty,
+            presence=p.presence_penalty,
+            frequency=p.frequency_penalty,
+            bias=tuple(sorted(p.logit_bias.items())),
+            allowed=p.allowed_token_ids,
+            bad_words=self.bad_words,
+            stop_from=len(self.prompt) + p.min_tokens,
+            prompt_len=len(self.prompt),
+        )
+
+    def admission(self, snapshot: tuple[int, ...]) -> Admission:
+        """The order that puts it into its slot, behind the reused prefix."""
+        return Admission(
+            request_id=self.request_id,
+            slot=self.slot,
+            seed=self.seed,
+            sample=self.sample,
+            temperature=self.params.temperature,
+            max_len=self.max_len,
+            stop_ids=self.stop_ids,
+            shaping=self.shaping(),
+            prefix=self.base[: self.planned],
+            snapshot=snapshot,
+        )

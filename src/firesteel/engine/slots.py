@@ -1,0 +1,141 @@
+"""The per-slot lines on the device: written on admission, copied on preemption."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from firesteel.config import MAX_STOP_IDS
+from firesteel.core import Admission
+from firesteel.ops.types import SlotState
+
+
+def slot_state(
+    slots: int, vocab_size: int, max_model_len: int, gamma: int, device: torch.device
+) -> SlotState:
+    """Fresh per-slot state; ``slots`` counts the scratch slot."""
+
+    def ints(*shape: int) -> Tensor:
+        return torch.zeros(slots, *shape, dtype=torch.int64, device=device)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.zeros(slots, *shape, device=device)
+
+    return SlotState(
+        cursor=ints(),
+        anchor=ints(),
+        alive=ints(),
+        max_len=ints(),
+        seed_lo=ints(),
+        seed_hi=ints(),
+        sample=ints(),
+        top_k=ints(),
+        stop_from=ints(),
+        prompt_len=ints(),
+        temperature=floats(),
+        top_p=floats() + 1,
+        min_p=floats(),
+        repetition=floats() + 1,
+        presence=floats(),
+        frequency=floats(),
+        stop_ids=ints(MAX_STOP_IDS) - 1,
+        history=ints(max_model_len + gamma + 1),
+        drafts=ints(max(gamma, 1)),
+        draft_len=ints(),
+        bias_ids=ints(0) - 1,
+        bias_values=floats(0),
+        bad_words=torch.zeros(slots, 0, 1, dtype=torch.int64, device=device) - 1,
+    )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A copy of one slot's line, by field name."""
+
+    values: dict[str, Tensor]
+
+
+class Slots:
+    """Writes, copies and restores lines; widens the tables that few requests need."""
+
+    def __init__(self, slots: int, vocab_size: int, max_model_len: int, gamma: int, device: torch.device):
+        self.vocab_size, self.device = vocab_size, device
+        self.state = slot_state(slots, vocab_size, max_model_len, gamma, device)
+
+    def ints(self, values: list[int] | tuple[int, ...]) -> Tensor:
+        """int64 on the device, copied without waiting."""
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def admit(self, a: Admission) -> None:
+        """Write a slot's line."""
+        s, slot, shaping = self.state, a.slot, a.shaping
+        s.cursor[slot], s.anchor[slot], s.alive[slot], s.draft_len[slot] = a.start, 0, 1, 0
+        s.max_len[slot] = a.max_len
+        s.seed_lo[slot], s.seed_hi[slot], s.sample[slot] = a.seed & 0xFFFFFFFF, a.seed >> 32, a.sample
+        s.temperature[slot] = a.temperature
+        s.top_k[slot], s.top_p[slot], s.min_p[slot] = max(shaping.top_k, 0), shaping.top_p, shaping.min_p
+        s.repetition[slot], s.presence[slot] = shaping.repetition, shaping.presence
+        s.frequency[slot] = shaping.frequency
+        s.stop_from[slot], s.prompt_len[slot] = shaping.stop_from, shaping.prompt_len
+        assert len(a.stop_ids) <= MAX_STOP_IDS, "checked when the request was accepted"
+        s.stop_ids[slot] = self.ints([*a.stop_ids, *[-1] * (MAX_STOP_IDS - len(a.stop_ids))])
+        if a.prefix:
+            s.history[slot, : a.start] = self.ints(a.prefix)
+        self._tables(a)
+
+    def _tables(self, a: Admission) -> None:
+        """Bias, allowed ids and bad words; their tables grow to the widest request so far."""
+        s, slot, shaping = self.state, a.slot, a.shaping
+        self._widen_bias(len(shaping.bias))
+        s.bias_ids[slot] = -1
+        s.bias_values[slot] = 0.0
+        if shaping.bias:
+            n = len(shaping.bias)
+            s.bias_ids[slot, :n] = self.ints([i for i, _ in shaping.bias])
+            s.bias_values[slot, :n] = torch.tensor([v for _, v in shaping.bias]).to(self.device)
+        self._widen_words(len(shaping.bad_words), max((len(w) for w in shaping.bad_words), default=1))
+        s.bad_words[slot] = -1
+        for i, word in enumerate(shaping.bad_words):
+            s.bad_words[slot, i, -len(word) :] = self.ints(word)
+        if shaping.allowed is not None and s.allowed is None:
+            s.allowed = torch.ones(s.cursor.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
+        if s.allowed is not None:
+            s.allowed[slot] = shaping.allowed is None
+            if shaping.allowed is not None:
+                s.allowed[slot, self.ints(shaping.allowed)] = True
+
+    def _widen_bias(self, need: int) -> None:
+        s, have = self.state, self.state.bias_ids.shape[1]
+        if need > have:
+            width = 1 << (need - 1).bit_length()
+            s.bias_ids = torch.nn.functional.pad(s.bias_ids, (0, width - have), value=-1)
+            s.bias_values = torch.nn.functional.pad(s.bias_values, (0, width - have))
+
+    def _widen_words(self, count: int, length: int) -> None:
+        s = self.state
+        _, have, long = s.bad_words.shape
+        if count > have or length > long:
+            more, wider = max(count - have, 0), max(length - long, 0)
+            s.bad_words = torch.nn.functional.pad(s.bad_words, (wider, 0, 0, more), value=-1)
+
+    def copy(self, slot: int) -> Line:
+        """A slot's line, out of the way of the next owner."""
+        values = {f.name: getattr(self.state, f.name) for f in fields(SlotState)}
+        return Line({name: t[slot].clone() for name, t in values.items() if t is not None})
+
+    def restore(self, line: Line, slot: int) -> None:
+        """Put a copied line into a slot; tables may have become wider meanwhile."""
+        for name, value in line.values.items():
+            table = getattr(self.state, name)
+            if table[slot].shape != value.shape:
+                table[slot] = -1 if name in ("bias_ids", "bad_words") else 0
+            if name == "bad_words":
+                table[slot, : value.shape[0], table.shape[2] - value.shape[1] :] = value
+            elif value.ndim:
+                table[slot, : value.shape[0]] = value
+            else:
+                table[slot] = value
+        if "allowed" not in line.values and self.state.allowed is not None:
+            self.state.allowed[slot] = True
