@@ -53,6 +53,12 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
     p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
     p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
+    p.add_argument(
+        "--speculative-config",
+        default=None,
+        metavar="JSON",
+        help="""e.g. '{"method":"dspark","num_speculative_tokens":5}'; fields: see SpeculativeConfig""",
+    )
 
 
 def _sampling_options(p: argparse.ArgumentParser) -> None:
@@ -68,7 +74,12 @@ def _llm(args: argparse.Namespace) -> Any:
 
     from firesteel.engine.llm import LLM
 
-    settings = {"numerics": args.numerics, "backend": args.backend, "threads": args.threads}
+    settings = {
+        "numerics": args.numerics,
+        "backend": args.backend,
+        "threads": args.threads,
+        "speculative": args.speculative_config,
+    }
     with Console(stderr=True).status("loading") as status:
         return LLM(
             args.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -59,6 +60,7 @@ _INTEGERS: dict[str, tuple[int, int | None, bool]] = {
     "seed": (0, 2**64 - 1, True),
     "logprobs": (0, MAX_LOGPROBS, True),
     "prompt_logprobs": (0, MAX_LOGPROBS, True),
+    "max_draft_tokens": (0, None, True),
 }
 
 
@@ -88,6 +90,8 @@ class SamplingParams:
         log-probabilities of the model before any of the above.
     prompt_logprobs: the same for every prompt position but the first.
     echo: the prompt's text and ids in front of the answer's.
+    speculative: False verifies no drafts for this request.
+    max_draft_tokens: at most that many drafts per step for this request; None: the engine's K.
     cache_salt: requests share prefixes only with an equal salt.
     priority: smaller runs first.
     """
@@ -114,6 +118,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
+    speculative: bool = True
+    max_draft_tokens: int | None = None
     cache_salt: str = ""
     priority: int = 0
 
@@ -136,7 +142,7 @@ class SamplingParams:
         )
         _require(_is_int(self.priority), "priority", self.priority, "an integer")
         _require(isinstance(self.cache_salt, str), "cache_salt", self.cache_salt, "a string")
-        for name in ("include_stop_str_in_output", "ignore_eos", "echo"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "echo", "speculative"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         self._check_lists()
         if self.min_tokens > self.max_tokens:
@@ -204,6 +210,81 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding; the fields of ``--speculative-config``.
+
+    method: "dspark", the drafter inside a V4 checkpoint.
+    num_speculative_tokens: K, drafts per request and step at most; any K from 1.
+    acceptance: "coupled" (a draft is accepted if it is the token the target
+        samples; the text is that of plain decoding) or "rejection" (the
+        classical rule, equal in distribution only).
+    proposal: under rejection, "dense" (drafts are drawn and weighed by their
+        probability) or "one_hot" (a draft counts as certain).
+    enable_adaptive_verification: verify as many drafts as pay at the current load.
+    """
+
+    method: str = "dspark"
+    num_speculative_tokens: int = 5
+    acceptance: str = "coupled"
+    proposal: str = "dense"
+    enable_adaptive_verification: bool = False
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        _require(
+            self.method == "dspark",
+            "speculative method",
+            self.method,
+            "'dspark', the drafter of V4 checkpoints",
+        )
+        _require(_is_int(k) and 1 <= k <= 64, "num_speculative_tokens", k, "an integer from 1 to 64")
+        _require(
+            self.acceptance in ("coupled", "rejection"),
+            "acceptance",
+            self.acceptance,
+            "'coupled' or 'rejection'",
+        )
+        _require(self.proposal in ("dense", "one_hot"), "proposal", self.proposal, "'dense' or 'one_hot'")
+        adaptive = self.enable_adaptive_verification
+        _require(isinstance(adaptive, bool), "enable_adaptive_verification", adaptive, "true or false")
+        if adaptive:
+            raise ParameterError(
+                "enable_adaptive_verification=true: not available in this version; "
+                "leave it out to verify a fixed number of drafts"
+            )
+
+    @property
+    def rejection(self) -> bool:
+        """Whether the classical rule decides."""
+        return self.acceptance == "rejection"
+
+    @classmethod
+    def of(cls, value: Any) -> SpeculativeConfig | None:
+        """From None, an instance, a mapping or its JSON text; an unknown field is an error that lists the known."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as err:
+                raise ParameterError(
+                    f"speculative config: not JSON ({err}); write "
+                    """'{"method":"dspark","num_speculative_tokens":5}'"""
+                ) from err
+        if not isinstance(value, Mapping):
+            raise ParameterError(
+                f"speculative config: expected an object of fields, found {type(value).__name__}"
+            )
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(map(str, value)) - set(known))
+        if unknown:
+            raise ParameterError(
+                f"speculative config: unknown field {unknown[0]!r}; known: {', '.join(known)}"
+            )
+        return cls(**value)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Limits and choices of one engine; checked when it is built.
 
@@ -215,6 +296,7 @@ class EngineConfig:
         prefix cache; None: enough for every slot at full length, and a quarter more.
     max_waiting: requests that may queue; more are refused.
     prefix_caching: reuse of common prefixes.
+    speculative: speculative decoding, or None for none.
     swap_gib: host memory for preempted requests; beyond it they are recomputed.
     debug_sync: any host/device synchronisation without a name is an error.
     debug_poison: after each step overwrite all state that no longer counts with NaN.
@@ -227,6 +309,7 @@ class EngineConfig:
     num_pages: int | None = None
     max_waiting: int = 4096
     prefix_caching: bool = True
+    speculative: SpeculativeConfig | None = None
     swap_gib: float = 4.0
     backend: str = "auto"
     threads: int | None = None
@@ -245,6 +328,7 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), name, value, "an integer >= 1 or None")
         _require(_between(0, 1e6)(self.swap_gib), "swap_gib", self.swap_gib, "a number of GiB >= 0")
+        object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))
         for name in ("prefix_caching", "debug_sync", "debug_poison"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
 
@@ -252,6 +336,11 @@ class EngineConfig:
     def slots(self) -> int:
         """Requests that really run at once: each needs a row of the step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def gamma(self) -> int:
+        """Drafts per request at most; 0 without speculation."""
+        return self.speculative.num_speculative_tokens if self.speculative is not None else 0
 
     @classmethod
     def of(cls, **changes: Any) -> EngineConfig:

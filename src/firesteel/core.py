@@ -63,6 +63,7 @@ class Admission:
     temperature: float
     max_len: int  # total tokens, prompt included
     stop_ids: tuple[int, ...]
+    draft_cap: int = 0  # drafts it verifies per step at most
     shaping: Shaping = Shaping()
     prefix: tuple[int, ...] = ()  # reused prompt tokens, which no row will carry
     snapshot: tuple[int, ...] = ()  # arena pages to fill the window from
@@ -161,6 +162,9 @@ class StepPlan:
     saves: tuple[Save, ...] = ()
     restores: tuple[Restore, ...] = ()
     snapshots: tuple[SnapshotOrder, ...] = ()
+    drafting: tuple[Decode, ...] = ()  # sampling groups that get new drafts at the end of the step
+    draft_width: int = 0
+    draft_depth: int = 0  # the most drafts of one request that this step can verify
     forget: tuple[int, ...] = ()  # saved requests that ended
     shaped: bool = False  # some sampling row has its logits changed
     random: bool = True  # some sampling row has a temperature above 0

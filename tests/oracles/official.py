@@ -39,6 +39,7 @@ class Options:
     to the running one (sink, then window, then entries in tiles). Both are legal and round differently.
     ``norm_in_bf16``: every step of the query's unweighted norm is rounded, not only its result.
     ``scores_in_bf16``: so are the indexer's head weights, products and their terms.
+    ``shuffle``: a seed; checkpoint linears add their products in that random order.
     """
 
     official: bool = True
@@ -46,6 +47,7 @@ class Options:
     one_maximum: bool = False
     norm_in_bf16: bool = False
     scores_in_bf16: bool = False
+    shuffle: int | None = None
 
 
 # ---- number formats ------------------------------------------------------------------------------
@@ -125,7 +127,12 @@ class Straight:
         """A checkpoint linear, its input quantised if the weight is."""
         if self.o.official and prefix in self.source.quantised:
             x = to_e4m3(x, 128)
-        return self.r(x @ self.w(f"{prefix}.weight").T)
+        weight = self.w(f"{prefix}.weight")
+        if self.o.shuffle is not None:
+            generator = torch.Generator().manual_seed(self.o.shuffle)
+            order = torch.randperm(x.shape[-1], generator=generator)
+            x, weight = x[..., order], weight[:, order]
+        return self.r(x @ weight.T)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"])

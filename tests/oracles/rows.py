@@ -73,7 +73,7 @@ def company(target: Target, tokens: Sequence[int], want: Tensor, seed: int, roun
         while at[mine] < len(tokens):
             n = min(len(tokens) - at[mine], 1 + below(most // 2, generator))
             groups = [(mine, at[mine], tokens[at[mine] : at[mine] + n])]
-            groups += _guests(at, mine, most - n, len(tokens) + most, generator)
+            groups += guests(at, mine, most - n, len(tokens) + most, generator)
             groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
             logits = drive.step(groups, padding=below(4, generator), slack=below(40, generator))
             out.append(logits[[slot for slot, _, _ in groups].index(mine)])
@@ -83,13 +83,16 @@ def company(target: Target, tokens: Sequence[int], want: Tensor, seed: int, roun
     return wrong
 
 
-def _guests(
-    at: dict[int, int], mine: int, room: int, longest: int, generator: torch.Generator
+def guests(
+    at: dict[int, int], mine: int, room: int, longest: int, generator: torch.Generator, exact: bool = False
 ) -> list[Group]:
+    """Rows of other slots from their positions ``at`` on: up to ``room`` rows, or ``exact``ly so many."""
     groups: list[Group] = []
-    for slot in at:
-        n = min(below(room + 1, generator) // 2, longest - at[slot])
-        if slot != mine and n > 0:
+    others = [slot for slot in at if slot != mine]
+    for slot in others:
+        n = below(room + 1, generator) // (1 if exact else 2)
+        n = min(room if exact and slot == others[-1] else n, longest - at[slot])
+        if n > 0:
             groups.append((slot, at[slot], torch.randint(512, (n,), generator=generator).tolist()))
             room -= n
     return groups

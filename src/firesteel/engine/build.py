@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from firesteel.checkpoint.reader import Checkpoint
-from firesteel.config import EngineConfig, ParameterError
+from firesteel.config import EngineConfig, ParameterError, SpeculativeConfig
 from firesteel.engine.loop import Engine
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import PrefixCache
@@ -17,6 +17,7 @@ from firesteel.engine.runner import Runner
 from firesteel.engine.slots import Slots
 from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.config import V4Config
+from firesteel.models.deepseek_v4.dspark import Drafter, build_drafter
 from firesteel.models.deepseek_v4.layout import open_checkpoint
 from firesteel.models.deepseek_v4.model import Target
 from firesteel.models.deepseek_v4.weights import build_target
@@ -68,17 +69,23 @@ def build_engine(
     notes = [f"ops: {choice.ops.name}", f"numerics: {settings.numerics}"]
     notes += [f"ops {name} not used: {why}" for name, why in choice.reasons.items()]
     length = model_length(config, settings)
-    with open_checkpoint(folder, config) as checkpoint:
-        skip_drafter(checkpoint)
-        weights = build_target(checkpoint, config, choice.ops, device, progress)
+    with open_checkpoint(folder, config, drafter=settings.speculative is not None) as checkpoint:
+        target = Target(config, build_target(checkpoint, config, choice.ops, device, progress), choice.ops)
+        drafter = None
+        if settings.speculative is not None:
+            progress("drafter")
+            drafter = make_drafter(checkpoint, config, target, settings.speculative, length, notes)
         checkpoint.finish()
-    slots, gamma = settings.slots, 0
-    memory = Memory(config, slots, length, page_count(config, settings, length), gamma, device)
+    slots, gamma = settings.slots, settings.gamma
+    stages = len(drafter.weights.stages) if drafter is not None else 0
+    memory = Memory(config, slots, length, page_count(config, settings, length), gamma, device, stages)
     runner = Runner(
-        Target(config, weights, choice.ops),
+        target,
         memory,
         Slots(slots + 1, config.vocab_size, length, gamma, device),
         SyncGuard(settings.debug_sync, device),
+        drafter,
+        settings.speculative,
         settings.debug_poison,
     )
     cache = None
@@ -95,9 +102,34 @@ def build_engine(
     return Built(engine, config, tokenizer, folder, tuple(notes))
 
 
-def skip_drafter(checkpoint: Checkpoint) -> None:
-    """Declare the drafter's tensors unused while no drafter runs."""
-    assert checkpoint.layout is not None, "open_checkpoint checks a layout"
-    for name in checkpoint.layout.specs:
-        if name.startswith("mtp."):
-            checkpoint.skip(name, "speculation is off")
+def make_drafter(
+    checkpoint: Checkpoint,
+    config: V4Config,
+    target: Target,
+    settings: SpeculativeConfig,
+    length: int,
+    notes: list[str],
+) -> Drafter:
+    """The drafter of a checkpoint, or a ParameterError that says why there is none."""
+    k, layout = settings.num_speculative_tokens, checkpoint.layout
+    assert layout is not None, "open_checkpoint checks a layout"
+    if config.dspark is None or not layout.drafter:
+        raise ParameterError(
+            f"speculative method 'dspark': {checkpoint.folder} has no DSpark drafter (no dspark_* fields in "
+            "config.json or no main_proj among its mtp.* tensors); leave the speculative config out or use a "
+            "checkpoint that ships one"
+        )
+    if k >= length:
+        raise ParameterError(f"num_speculative_tokens={k}: not below max_model_len={length}; lower it")
+    if k > config.dspark.block_size:
+        notes.append(
+            f"warning: num_speculative_tokens={k} is above the trained block of {config.dspark.block_size}; "
+            "drafts behind it are rarely accepted"
+        )
+    if not layout.confidence_head:
+        notes.append("no confidence head in the checkpoint: survival is estimated without it")
+    notes.append(f"speculation: dspark, K={k}, {settings.acceptance} acceptance")
+    weights = build_drafter(
+        checkpoint, config, target.ops, target.weights.embed.device, layout.confidence_head
+    )
+    return Drafter(config, weights, target)

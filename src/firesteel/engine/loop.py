@@ -51,7 +51,7 @@ class Engine:
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=65536))
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, self.memory, self.cache)
+        self.scheduler = Scheduler(self.config, self.memory, self.cache, self.config.gamma)
         self._flight: deque[Handle] = deque()
         self._open: dict[int, tuple[Sequence, int]] = {}  # request -> (sequence, tokens handed out)
         self._next_id = 0
@@ -79,6 +79,9 @@ class Engine:
             )
         words = (*params.bad_word_ids, *bad_words)
         seq = Sequence(self._next_id, prompt, params, seed, max_len, stop_ids, sample, words)
+        if params.speculative:
+            gamma = self.config.gamma
+            seq.draft_cap = gamma if params.max_draft_tokens is None else min(params.max_draft_tokens, gamma)
         self._next_id += 1
         self._open[seq.request_id] = (seq, 0)
         if params.max_tokens == 0 and params.prompt_logprobs is None:
@@ -137,7 +140,7 @@ class Engine:
     def _commit(self, handle: Handle) -> None:
         result = handle.read()
         begun = time.perf_counter()
-        self.scheduler.commit(result)
+        self.scheduler.commit(handle.plan, result)
         self.scheduler.sweep()
         plan, now = handle.plan, time.perf_counter()
         self.records.append(

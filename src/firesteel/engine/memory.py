@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from firesteel.models.deepseek_v4.config import V4Config
-from firesteel.models.deepseek_v4.state import LayerMemory, allocate, page_floats, snapshot_parts
+from firesteel.models.deepseek_v4.state import (
+    LayerMemory,
+    SnapshotPart,
+    allocate,
+    allocate_stages,
+    page_floats,
+    snapshot_parts,
+    stage_parts,
+)
 
 
 class PagePool:
@@ -94,16 +102,18 @@ class Memory:
         num_pages: int,
         gamma: int,
         device: torch.device,
+        stages: int = 0,
     ):
         self.config, self.page_size, self.device = config, config.page_size, device
         self.columns = -(-max_model_len // self.page_size)
         self.slots, self.num_pages, self.gamma = slots, num_pages, gamma
-        snapshot = snapshot_parts(config, 1)
+        snapshot = [*snapshot_parts(config, 1), *stage_parts(config, stages)]
         self.snapshot_floats = sum(p.rows * p.width for p in snapshot)
         line = max(page_floats(config), -(-self.snapshot_floats // 8), 1)
         self.snapshot_pages = -(-self.snapshot_floats // line)
         self.arena = torch.zeros(num_pages + 1, line, device=device)
         self.layers: list[LayerMemory] = allocate(config, slots + 1, self.arena, gamma, device)
+        self.stages = allocate_stages(config, slots + 1, stages, gamma, device)
         self.page_table = torch.zeros(slots + 1, self.columns, dtype=torch.int64, device=device)
         self.pool = PagePool(num_pages)
         self._free_slots: deque[int] = deque(range(slots))
@@ -188,7 +198,11 @@ class Memory:
         self._dirty.clear()
 
     def _rings(self) -> list[Tensor]:
-        return [ring for layer in self.layers for ring in layer.rings()]
+        return [ring for layer in (*self.layers, *self.stages) for ring in layer.rings()]
+
+    def _parts(self, boundary: int) -> list[SnapshotPart]:
+        target = snapshot_parts(self.config, boundary, self.layers)
+        return [*target, *stage_parts(self.config, len(self.stages), self.stages)]
 
     def save(self, slot: int, pages: list[int]) -> Saved:
         """Copy a slot's rings and pages out of the way of their next owners."""
@@ -206,7 +220,7 @@ class Memory:
             p.ring[slot, torch.arange(boundary - p.rows, boundary, device=self.device) % p.ring.shape[1]]
             .index_select(-1, p.columns)
             .flatten()
-            for p in snapshot_parts(self.config, boundary, self.layers)
+            for p in self._parts(boundary)
         ]
         flat = torch.cat(parts)
         flat = torch.nn.functional.pad(flat, (0, len(pages) * self.arena.shape[1] - flat.shape[0]))
@@ -215,7 +229,7 @@ class Memory:
     def read_snapshot(self, pages: list[int], slot: int, boundary: int) -> None:
         """Fill a slot's rings with a stored window, as if the rows before ``boundary`` had just run."""
         flat, at = self.arena[pages].flatten(), 0
-        for p in snapshot_parts(self.config, boundary, self.layers):
+        for p in self._parts(boundary):
             data = flat[at : at + p.rows * p.width].view(p.rows, p.width)
             where = torch.arange(boundary - p.rows, boundary, device=self.device) % p.ring.shape[1]
             p.ring[slot, where[:, None], p.columns] = data

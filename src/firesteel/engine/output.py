@@ -29,7 +29,7 @@ class Completion:
     finish_reason: str
     usage: Mapping[str, int]
     seed: int
-    stats: Mapping[str, float]
+    stats: Mapping[str, Any]
     index: int = 0
     stop_reason: str | int | None = None
     logprobs: tuple[TokenScore, ...] | None = None
@@ -164,6 +164,12 @@ class Answer:
                 "seconds": seconds,
                 "first_token_seconds": (self.first_token or self.ended) - self.started,
                 "preemptions": seq.preemptions,
+                "drafted": seq.drafted,
+                "verified": sum(seq.verified_at),
+                "accepted": sum(seq.accepted_at),
+                "verified_at": list(seq.verified_at),
+                "accepted_at": list(seq.accepted_at),
+                "tokens_per_step": len(self.ids) / max(seq.steps, 1),
             },
             index=seq.sample,
             stop_reason=self._stop_reason(),

@@ -20,7 +20,7 @@ def poison(memory: Memory, state: SlotState) -> None:
     for page in [0, *memory.pool.free_pages()]:
         memory.arena[page] = NAN
     for slot in range(memory.slots + 1):
-        for layer in memory.layers:
+        for layer in (*memory.layers, *memory.stages):
             for ring in layer.rings():
                 if slot not in live:
                     ring[slot] = NAN

@@ -1,7 +1,7 @@
 """Issues all device work of a step, and nothing else does.
 
     saves, restores, admissions, page table
-    -> build rows -> target -> sample -> commit -> snapshots
+    -> admit drafts, build rows -> target, context rows -> sample -> commit -> draft -> snapshots
 
 Nothing here reads a device value: what a step decided stays on the device
 until ``Handle.read``, the one synchronisation of a step.
@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from firesteel.config import SpeculativeConfig
 from firesteel.core import Chunk, Logprobs, RowBatch, SampleRows, StepPlan, Verdict
 from firesteel.engine.memory import Memory, Saved
 from firesteel.engine.poison import poison
 from firesteel.engine.slots import Line, Slots
 from firesteel.engine.sync import SyncGuard
+from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import Target
 from firesteel.ops.types import PromptRows
 
@@ -117,11 +119,22 @@ class Runner:
     """Runs steps of one target over one memory."""
 
     def __init__(
-        self, target: Target, memory: Memory, slots: Slots, guard: SyncGuard, debug_poison: bool = False
+        self,
+        target: Target,
+        memory: Memory,
+        slots: Slots,
+        guard: SyncGuard,
+        drafter: Drafter | None = None,
+        speculative: SpeculativeConfig | None = None,
+        debug_poison: bool = False,
     ):
         self.memory, self.slots, self.guard = memory, slots, guard
         self.target = Target(target.config, target.weights, guard.wrap(target.ops))
+        self.drafter = Drafter(drafter.config, drafter.weights, self.target) if drafter is not None else None
+        self.rejection = speculative is not None and speculative.rejection
         self.device, self.poison = slots.device, debug_poison
+        if speculative is not None and speculative.rejection and speculative.proposal == "dense":
+            slots.keep_draft_logits()
         self._saved: dict[int, tuple[Line, Saved]] = {}
 
     @property
@@ -164,17 +177,48 @@ class Runner:
     def _run(self, plan: StepPlan, handle: Handle) -> None:
         ops, state = self.target.ops, self.slots.state
         decodes = self.slots.ints([d.slot for d in plan.decodes])
+        widths = ops.admit(decodes, plan.budget.drafts, state)
         rows, samples = ops.build_rows(
-            state, self._prompt_rows(plan), decodes, state.alive[decodes], plan.decode_rows, plan.max_position
+            state, self._prompt_rows(plan), decodes, widths, plan.decode_rows, plan.max_position
         )
         ctx = self.target.begin(rows, self.memory.page_table)
-        h, _ = self.target.forward(ctx, self.memory.layers)
+        h, taps = self.target.forward(ctx, self.memory.layers, self.drafter.taps if self.drafter else ())
+        if self.drafter is not None and taps is not None:  # also in steps that do not draft: no holes
+            self.drafter.write_context(taps, ctx, self.memory.stages)
         for chunk in plan.chunks:
             state.cursor[chunk.slot] = chunk.end
         if plan.sampling:
             handle.samples = samples
             handle.verdict = self._sample(h, rows, samples, plan, handle)
+            state.draft_len[samples.slots] = 0
+        if plan.drafting:
+            self._draft(plan)
         self._score_prompts(h, plan, handle)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """New drafts behind the new anchors; a request that just ended gets some too, and nobody looks."""
+        assert self.drafter is not None, "the scheduler drafts only where there is a drafter"
+        state, width = self.slots.state, plan.draft_width
+        slots = self.slots.ints([d.slot for d in plan.drafting])
+        proposal = self.drafter.propose(
+            slots,
+            width,
+            state,
+            self.memory.stages,
+            self.memory.page_table,
+            shaped=plan.shaped,
+            rejection=self.rejection,
+            keep_logits=state.draft_logits is not None,
+        )
+        state.passes[slots] += 1
+        state.draft_len[slots] = width
+        state.drafts[slots, :width] = proposal.tokens
+        state.margin[slots, :width] = proposal.margin
+        if proposal.confidence is not None:
+            state.confidence[slots, :width] = proposal.confidence
+        state.survival[slots, :width] = 1.0
+        if state.draft_logits is not None and proposal.logits is not None:
+            state.draft_logits[slots, :width] = proposal.logits
 
     def _sample(
         self, h: Tensor, rows: RowBatch, samples: SampleRows, plan: StepPlan, handle: Handle
@@ -182,15 +226,23 @@ class Runner:
         ops, state = self.target.ops, self.slots.state
         _, x = self.target.collapse(h[samples.rows])
         slots, positions = rows.slots[samples.rows], rows.positions[samples.rows] + 1
-        if plan.shaped or plan.logprobs >= 0:
+        if self.rejection or plan.shaped or plan.logprobs >= 0:
             raw = self.target.logits(x)
             logits = ops.shape(raw, slots, positions, state) if plan.shaped else raw
-            tokens, finite = ops.sample(logits, slots, positions, state)
+            if self.rejection:
+                tokens, finite = ops.sample_rejection(logits, samples, positions, state)
+            else:
+                tokens, finite = ops.sample(logits, slots, positions, state)
             if plan.logprobs >= 0:
                 handle.logprobs = ops.logprobs(raw, tokens, plan.logprobs)
         else:
             tokens, finite = ops.head_sample(x, self.target.weights.head, slots, positions, state)
-        return ops.commit(tokens, finite, rows, samples, state, widest=1)
+        return ops.commit(tokens, finite, rows, samples, state, self._widest(plan))
+
+    @staticmethod
+    def _widest(plan: StepPlan) -> int:
+        """Rows of the widest group there can be."""
+        return 1 + min(plan.budget.drafts, plan.draft_depth)
 
     def _score_prompts(self, h: Tensor, plan: StepPlan, handle: Handle) -> None:
         """Log-probabilities of prompt tokens: the row before a token gives its logits."""

@@ -17,6 +17,7 @@ from firesteel.config import EngineConfig
 from firesteel.core import (
     NO_DRAFTS,
     Admission,
+    Budget,
     Chunk,
     Decode,
     FinishReason,
@@ -29,6 +30,7 @@ from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
 from firesteel.engine.sequence import Sequence
+from firesteel.speculation.budget import fixed
 
 FINISH = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
 
@@ -54,6 +56,7 @@ class _Draftboard:
     saves: list[Save] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
+    budget: Budget = NO_DRAFTS
     preempted: bool = False
 
 
@@ -106,6 +109,7 @@ class Scheduler:
         self.sweep()  # before new orders: a slot whose window is ordered now is free from the next plan on
         self._answer_snapshots(board)
         self._plan_decodes(board)
+        self._plan_drafts(board)
         self._plan_chunks(board)
         if not board.preempted:
             self._admit(board)
@@ -119,8 +123,10 @@ class Scheduler:
         top = max(
             [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
         )
+        drafting = [s for s in sampling if s.draft_cap]
         for seq in sampling:
             seq.in_flight += 1
+            seq.ready = self.gamma if seq.draft_cap else 0
         scored = [self._by_id[c.request_id].params for c in board.chunks if c.scored]
         reports = [s.params.logprobs for s in sampling] + [p.prompt_logprobs for p in scored]
         forget, self._forget = tuple(self._forget), []
@@ -131,12 +137,15 @@ class Scheduler:
             step=self._step,
             chunks=tuple(board.chunks),
             decodes=tuple(Decode(s.request_id, s.slot) for s in board.decodes),
-            budget=NO_DRAFTS,
+            budget=board.budget,
             max_position=top,
             admissions=tuple(board.admissions),
             saves=tuple(board.saves),
             restores=tuple(board.restores),
             snapshots=tuple(order for _, order in board.snapshots),
+            drafting=tuple(Decode(s.request_id, s.slot) for s in drafting),
+            draft_width=self.gamma if drafting else 0,
+            draft_depth=self.gamma if board.budget.drafts else 0,
             forget=forget,
             shaped=any(not s.shaping().neutral for s in sampling),
             random=any(s.params.temperature > 0 for s in sampling),
@@ -151,6 +160,13 @@ class Scheduler:
             if board.room > 0 and self._grow(seq, ahead, board):
                 board.decodes.append(seq)
                 board.room -= 1
+
+    def _plan_drafts(self, board: _Draftboard) -> None:
+        """Rows for drafts; prompts that wait keep a quarter of the step."""
+        prompts = any(s.finish is None and not s.prefilled for s in self.running) or bool(self.waiting)
+        kept = self.config.max_num_batched_tokens // 4 if prompts else 0
+        board.budget = fixed([min(s.ready, s.draft_cap) for s in board.decodes], board.room - kept)
+        board.room -= board.budget.drafts
 
     def _plan_chunks(self, board: _Draftboard) -> None:
         prompts = [s for s in self.running if s.finish is None and not s.prefilled]
@@ -206,7 +222,7 @@ class Scheduler:
     def _enter(self, seq: Sequence, board: _Draftboard) -> bool:
         """A new request, or one whose state was given up, takes a slot."""
         if seq.restart:
-            seq.base, seq.planned, seq.restart = (*seq.prompt, *seq.output), 0, False
+            seq.base, seq.planned, seq.restart, seq.ready = seq.tokens, 0, False, 0
         match = self._match(seq)
         shared = list(match.pages)
         first = min(len(seq.base), match.tokens + self.config.max_num_batched_tokens)
@@ -370,8 +386,10 @@ class Scheduler:
         board.preempted = True
 
     # ---- commit ------------------------------------------------------------------------------
-    def commit(self, result: StepResult) -> None:
-        """Take a finished step's tokens and scores."""
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Take a finished step's tokens, scores and drafts."""
+        for decode in plan.drafting:
+            self._by_id[decode.request_id].drafted += plan.draft_width
         for prompt in result.prompts:
             owner = self._by_id.get(prompt.request_id)
             if owner is not None:
@@ -382,8 +400,7 @@ class Scheduler:
             seq.in_flight -= 1
             if seq.finish is None:
                 seq.steps += bool(group.tokens)
-                seq.verified += group.verified
-                seq.accepted += group.accepted
+                seq.count(group.verified, group.accepted)
                 seq.output.extend(group.tokens)
                 seq.scores.extend(group.scores)
                 if group.finished:

@@ -33,8 +33,11 @@ class Sequence:
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     in_flight: int = 0  # steps not yet committed that sample for this request
     steps: int = 0  # steps that sampled for it
-    verified: int = 0
-    accepted: int = 0
+    draft_cap: int = 0  # drafts it may verify per step
+    ready: int = 0  # drafts that its last planned step proposes
+    drafted: int = 0
+    verified_at: list[int] = field(default_factory=list)  # by depth inside the block
+    accepted_at: list[int] = field(default_factory=list)
     reused: int = 0  # prompt tokens taken from the prefix cache
     preemptions: int = 0
     saved_pages: int = 0  # > 0: its device state waits in a copy
@@ -73,8 +76,16 @@ class Sequence:
 
     @property
     def bound(self) -> int:
-        """Upper bound of tokens after the steps in flight (one each, without drafts)."""
-        return min(self.known + self.in_flight, self.max_len)
+        """Upper bound of tokens after the steps in flight: each may accept all its drafts."""
+        return min(self.known + self.in_flight * (1 + self.draft_cap), self.max_len)
+
+    def count(self, verified: int, accepted: int) -> None:
+        """Account one verify step; accepted <= verified at every depth."""
+        assert accepted <= verified, "more drafts accepted than verified"
+        for at, n in ((self.verified_at, verified), (self.accepted_at, accepted)):
+            at.extend([0] * (n - len(at)))
+            for depth in range(n):
+                at[depth] += 1
 
     @property
     def exhausted(self) -> bool:
@@ -108,6 +119,7 @@ class Sequence:
             temperature=self.params.temperature,
             max_len=self.max_len,
             stop_ids=self.stop_ids,
+            draft_cap=self.draft_cap,
             shaping=self.shaping(),
             prefix=self.base[: self.planned],
             snapshot=snapshot,

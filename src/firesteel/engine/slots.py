@@ -44,6 +44,11 @@ def slot_state(
         history=ints(max_model_len + gamma + 1),
         drafts=ints(max(gamma, 1)),
         draft_len=ints(),
+        draft_cap=ints(),
+        passes=ints(),
+        margin=floats(max(gamma, 1)),
+        confidence=floats(max(gamma, 1)),
+        survival=floats(max(gamma, 1)),
         bias_ids=ints(0) - 1,
         bias_values=floats(0),
         bad_words=torch.zeros(slots, 0, 1, dtype=torch.int64, device=device) - 1,
@@ -71,7 +76,8 @@ class Slots:
     def admit(self, a: Admission) -> None:
         """Write a slot's line."""
         s, slot, shaping = self.state, a.slot, a.shaping
-        s.cursor[slot], s.anchor[slot], s.alive[slot], s.draft_len[slot] = a.start, 0, 1, 0
+        s.cursor[slot], s.anchor[slot], s.alive[slot] = a.start, 0, 1
+        s.draft_len[slot], s.draft_cap[slot], s.passes[slot] = 0, a.draft_cap, 0
         s.max_len[slot] = a.max_len
         s.seed_lo[slot], s.seed_hi[slot], s.sample[slot] = a.seed & 0xFFFFFFFF, a.seed >> 32, a.sample
         s.temperature[slot] = a.temperature
@@ -120,6 +126,11 @@ class Slots:
             more, wider = max(count - have, 0), max(length - long, 0)
             s.bad_words = torch.nn.functional.pad(s.bad_words, (wider, 0, 0, more), value=-1)
 
+    def keep_draft_logits(self) -> None:
+        """Room for the drafts' logits, which dense rejection weighs them by."""
+        slots, width = self.state.drafts.shape
+        self.state.draft_logits = torch.zeros(slots, width, self.vocab_size, device=self.device)
+
     def copy(self, slot: int) -> Line:
         """A slot's line, out of the way of the next owner."""
         values = {f.name: getattr(self.state, f.name) for f in fields(SlotState)}
@@ -133,7 +144,7 @@ class Slots:
                 table[slot] = -1 if name in ("bias_ids", "bad_words") else 0
             if name == "bad_words":
                 table[slot, : value.shape[0], table.shape[2] - value.shape[1] :] = value
-            elif value.ndim:
+            elif value.ndim == 1:
                 table[slot, : value.shape[0]] = value
             else:
                 table[slot] = value

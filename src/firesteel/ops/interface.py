@@ -22,10 +22,12 @@ from firesteel.ops.types import (
     Hyper,
     HyperHead,
     Linear,
+    MarkovHead,
     Norm,
     Numerics,
     PassContext,
     PromptRows,
+    Proposal,
     Rope,
     Router,
     SlotState,
@@ -176,6 +178,47 @@ class Ops(ABC):
     ) -> Tensor:
         """Routed experts in ascending id plus the shared ones (w13, w2): [R, D]."""
 
+    # ---- drafter ----------------------------------------------------------
+    @abstractmethod
+    def block_attention(
+        self, q: Tensor, kv: Tensor, window: Tensor, span: int, sinks: Tensor, table: str, ctx: PassContext
+    ) -> Tensor:
+        """Attention of a draft block: every row sees the same keys.
+
+        Those are the ``span`` stored rows before the group's first position
+        (window [S, ring, d]) and all rows of its own group (kv [R, d]).
+        Result as of ``attention``.
+        """
+
+    @abstractmethod
+    def markov_walk(
+        self,
+        base: Tensor,
+        z: Tensor,
+        head: MarkovHead,
+        slots: Tensor,
+        state: SlotState,
+        *,
+        shaped: bool,
+        rejection: bool,
+        keep_logits: bool,
+    ) -> Proposal:
+        """Sample K drafts per group one after the other.
+
+        base float32 [G, K, V], z [G, K, D]; the first previous token is the
+        slot's anchor, draft j stands at position cursor + 1 + j. Coupled
+        drafts share the target's noise; ``rejection`` uses the drafter's own.
+        Writes anchor and drafts into the history.
+        """
+
+    @abstractmethod
+    def admit(self, decodes: Tensor, drafts: int, state: SlotState) -> Tensor:
+        """Verify widths int64 [G]: the ``drafts`` best proposals by survival, as prefixes.
+
+        Ties go to the shallower draft, then to the earlier group. A request
+        that has ended gets 0, any other at least 1 and no row past its limit.
+        """
+
     # ---- tail -------------------------------------------------------------
     @abstractmethod
     def build_rows(
@@ -224,6 +267,13 @@ class Ops(ABC):
         ``positions`` int64 [R] are those of the token being sampled. Returns
         (tokens int64 [R], finite bool [R]).
         """
+
+    @abstractmethod
+    def sample_rejection(
+        self, logits: Tensor, samples: SampleRows, positions: Tensor, state: SlotState
+    ) -> tuple[Tensor, Tensor]:
+        """``sample`` by classical rejection: a row whose draft is accepted returns the draft,
+        the first that is not a draw from the residual, the last one a fresh draw."""
 
     @abstractmethod
     def commit(

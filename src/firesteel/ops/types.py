@@ -107,6 +107,31 @@ class Router:
     scale: float
 
 
+@dataclass(frozen=True)
+class MarkovHead:
+    """The drafter's sequential head: w1 float32 [V, r], w2 [V, r], confidence [1, D+r] or None."""
+
+    w1: Tensor
+    w2: Linear
+    confidence: Linear | None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts of G groups, on the device.
+
+    ``tokens`` int64 [G, K]; ``margin`` float32 [G, K] best minus second best of
+    the perturbed logits, in units of T (raw at T = 0); ``confidence`` float32
+    [G, K] logits of the head, or None; ``logits`` float32 [G, K, V] after
+    shaping, only where asked for.
+    """
+
+    tokens: Tensor
+    margin: Tensor
+    confidence: Tensor | None
+    logits: Tensor | None
+
+
 @dataclass
 class CompressorMemory:
     """State of one compressor.
@@ -148,7 +173,10 @@ class SlotState:
     ``stop_from``, ``prompt_len``. float32 [S]: ``temperature``, ``top_p``,
     ``min_p``, ``repetition``, ``presence``, ``frequency``. ``stop_ids`` int64
     [S, n] padded with -1. ``history`` int64 [S, L]: token ids by position, as
-    far as they ran. ``drafts`` int64 [S, K], ``draft_len`` int64 [S].
+    far as they ran. ``drafts`` int64 [S, K], ``draft_len`` int64 [S] how many
+    exist, ``draft_cap`` int64 [S] how many the request lets be verified,
+    ``passes`` int64 [S] drafting passes so far; ``margin, confidence, survival``
+    float32 [S, K]; ``draft_logits`` float32 [S, K, V] under dense rejection.
     ``bias_ids`` int64 [S, nb] padded with -1, ``bias_values`` float32 [S, nb];
     ``allowed`` bool [S, V] or None while no request restricts its tokens;
     ``bad_words`` int64 [S, nw, lw], right-aligned and padded with -1.
@@ -174,10 +202,16 @@ class SlotState:
     history: Tensor
     drafts: Tensor
     draft_len: Tensor
+    draft_cap: Tensor
+    passes: Tensor
+    margin: Tensor
+    confidence: Tensor
+    survival: Tensor
     bias_ids: Tensor
     bias_values: Tensor
     bad_words: Tensor
     allowed: Tensor | None = None
+    draft_logits: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -208,4 +242,5 @@ class PassContext:
     page_size: int
     rotary: dict[str, tuple[Tensor, Tensor]]
     entry_rotary: dict[int, tuple[Tensor, Tensor]]
+    block: int = 0  # rows per group of a drafting pass
     scratch: dict[Any, Any] = field(default_factory=dict)

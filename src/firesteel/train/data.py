@@ -101,7 +101,7 @@ class Mixer:
         roll = self.rng.random()
         if roll < 0.06:
             return encode(self.tok, gsm.drill_chat(self.rng))
-        if roll < 0.12:
+        if roll < 0.17:
             return encode(self.tok, gsm.drill_page(self.rng))
         return self.conversation(self.rng.choices((1, 2, 3), (70, 22, 8))[0])
 

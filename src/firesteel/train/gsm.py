@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -117,6 +117,16 @@ def evaluation_set(seed: int = 2026, size: int = 500) -> list[Problem]:
         out.append(
             Problem(item["question"] + SUFFIX, steps, plain_number(str(item["answer"]).strip()), template)
         )
+    return out
+
+
+def template_set(templates: tuple[int, ...], each: int, seed: int = 7_000_000) -> list[Problem]:
+    """``each`` problems of every template, from seeds below the training seeds."""
+    sources = generators()
+    out = []
+    for template in templates:
+        made = (make(template, sources[template], seed + i) for i in range(20 * each))
+        out += [replace(p, question=p.question + SUFFIX) for p in made if p is not None][:each]
     return out
 
 

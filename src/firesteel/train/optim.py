@@ -70,7 +70,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 class Optimiser:
     """All parameters of a V4Train. ``step(scale)`` applies peak rates times ``scale``."""
 
-    def __init__(self, model: nn.Module, muon: float = 0.012, tables: float = 0.004, small: float = 0.003):
+    def __init__(self, model: nn.Module, muon: float = 0.008, tables: float = 0.003, small: float = 0.002):
         matrices, big, little = split_parameters(model)
         self.muon, self.muon_lr = Muon(matrices), muon
         fused = next(model.parameters()).is_cuda

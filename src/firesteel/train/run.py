@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,11 @@ class Trainer:
         temp = self.opt.out / "state.tmp"
         torch.save(state, temp)
         temp.replace(self.opt.out / "state.pt")
+        fresh, latest = self.opt.out / f"export-{self.step}", self.opt.out / "latest"
+        shutil.rmtree(fresh, ignore_errors=True)
+        export(self.model, fresh, self.opt.data / "tokenizer.json")
+        shutil.rmtree(latest, ignore_errors=True)
+        fresh.replace(latest)
 
     def resume(self, path: Path) -> None:
         state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
@@ -216,10 +222,9 @@ class Trainer:
 
 
 def finish(trainer: Trainer, problems: list[gsm.Problem], tok: Tokenizer, opt: argparse.Namespace) -> None:
-    """Export, reload, evaluate the reloaded model, write report.json."""
+    """Evaluate the last export, reloaded, and write report.json."""
     began = time.monotonic()
-    folder = export(trainer.model, opt.out / "export", opt.data / "tokenizer.json")
-    model = load(folder, trainer.num, trainer.device.type).eval()
+    model = load(opt.out / "latest", trainer.num, trainer.device.type).eval()
     held = set(gsm.held_out())
     report: dict[str, Any] = {"history": trainer.history, "tokens": trainer.tokens, "step": trainer.step}
     with torch.compiler.set_stance("force_eager"):
@@ -233,6 +238,11 @@ def finish(trainer: Trainer, problems: list[gsm.Problem], tok: Tokenizer, opt: a
             )
             report[f"{mode}_texts"] = score.texts
             report[f"{mode}_flags"] = score.flags
+        if problems:
+            others = gsm.template_set(gsm.held_out(), 20)
+            score = exact_match(model, tok, others, False)
+            report["held_out"] = {"right": score.right, "total": score.total, "texts": score.texts}
+            trainer.say(f"held-out templates, chat: {score.rate:.3f} of {score.total}")
         for text in PROBES:
             out = continue_text(model, tok, text)
             trainer.say(f"--- {text!r}\n{out}")
@@ -254,7 +264,7 @@ def options() -> argparse.Namespace:
     args.add_argument("--seed", type=int, default=1)
     args.add_argument("--warmup", type=int, default=200)
     args.add_argument("--every", type=int, default=100, help="steps between log lines")
-    args.add_argument("--save-seconds", type=float, default=120.0)
+    args.add_argument("--save-seconds", type=float, default=240.0)
     args.add_argument("--problems", type=int, default=500)
     args.add_argument("--no-compile", dest="compile", action="store_false")
     args.add_argument("--profile", action="store_true", help="write profile.txt after training (GPU)")
@@ -279,6 +289,7 @@ def main(cfg: V4Config | None = None) -> None:
     if opt.resume:
         trainer.resume(opt.resume)
     trainer.train(batches)
+    (opt.out / "history.json").write_text(json.dumps(trainer.history))
     if opt.profile:
         trainer.profile(batches)
     finish(trainer, problems, Tokenizer.from_file(str(opt.data / "tokenizer.json")), opt)

@@ -101,6 +101,22 @@ def allocate(
     return out
 
 
+def allocate_stages(
+    config: V4Config, slots: int, stages: int, gamma: int, device: torch.device
+) -> list[LayerMemory]:
+    """Context rings of the drafter's stages; the last slot is scratch."""
+    rows = window_ring(config, gamma)
+    return [LayerMemory(torch.zeros(slots, rows, config.head_dim, device=device)) for _ in range(stages)]
+
+
+def stage_parts(
+    config: V4Config, stages: int, memory: Sequence[LayerMemory] | None = None
+) -> list[SnapshotPart]:
+    """What a snapshot keeps of the drafter: a whole window of context rows per stage."""
+    rings = [m.window for m in memory] if memory is not None else [None] * stages
+    return [_part(config.sliding_window, config.head_dim, 1, ring) for ring in rings]
+
+
 def snapshot_parts(
     config: V4Config, boundary: int, layers: Sequence[LayerMemory] | None = None
 ) -> list[SnapshotPart]:

@@ -292,6 +292,7 @@ static void index_scores(const IndexArgs* a, i64 r, i64 visible, u64* ranks) {
   float *mine = scratch(SCORES, heads * d + lanes), *w = mine + heads * d, *q = scratch(QT, d * lanes);
   std::memcpy(mine, a->q + r * heads * d, heads * d * sizeof(float));
   for (i64 h = 0; h < heads; h++) {
+    for (i64 i = 0; i < d; i++) mine[h * d + i] = act<O>(mine[h * d + i]);
     rotate_row<O>(mine + h * d, d, a->cos + r * a->half, a->sin + r * a->half, a->half, 1.0f);
     index_round<O>(mine + h * d, d);
   }

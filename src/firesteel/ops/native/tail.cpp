@@ -51,36 +51,73 @@ struct PhiloxArgs {
 
 EXPORT void fs_philox(const PhiloxArgs* a) { philox(a->key, a->id, a->n, a->out); }
 
-static void sample_row(const SampleArgs* a, i64 r) {
+// Largest value; NaN and +inf set `odd`.
+static float largest(const float* x, i64 n, bool* odd) {
+  vf top = all(-INFINITY);
+  vu bad = {};
+  i64 i = 0;
+  for (; i + VW <= n; i += VW) {
+    vf v = load(x + i);
+    bad |= (vu)(((vu)v & 0x7f800000u) == 0x7f800000u) & (vu)((vu)v != 0xff800000u);
+    top = vmax(v, top);
+  }
+  float lanes[VW], most = -INFINITY;
+  u32 wrong[VW];
+  store(lanes, top);
+  std::memcpy(wrong, &bad, sizeof wrong);
+  for (int j = 0; j < VW; j++) most = std::max(most, lanes[j]), *odd |= wrong[j] != 0;
+  for (; i < n; i++) most = std::max(most, x[i]), *odd |= !(x[i] < INFINITY);
+  return most;
+}
+
+// Lowest id with the best score; false for NaN, +inf or nothing to choose from.
+static bool sample_row(const SampleArgs* a, const float* logits, i64 r) {
   constexpr i64 CHUNK = 256;
   i64 slot = a->slots[r], best = 0;
-  float heat = a->temperature[slot], top = 0.0f;
+  float heat = a->temperature[slot], top = -INFINITY, highest = -INFINITY;
   Key key{(u32)a->seed_lo[slot], (u32)a->sample[slot], (u32)a->positions[r], (u32)a->stream, (u32)a->seed_hi[slot]};
-  u32 odd = 0, words[CHUNK];
-  bool any = false;
-  float score[CHUNK];
+  u32 words[CHUNK];
+  float noisy[CHUNK];
+  bool odd = false;
   for (i64 at = 0; at < a->vocab; at += CHUNK) {
     i64 n = std::min(CHUNK, a->vocab - at);
-    const float* x = a->logits + r * a->vocab + at;
-    u32 bad = 0;
-    for (i64 i = 0; i < n; i++) bad |= (bits(x[i]) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
-    odd |= bad;
+    const float* score = logits + at;
+    float most = largest(score, n, &odd);
+    highest = std::max(highest, most);
     if (heat > 0.0f) {
       philox(key, (u32)at, n, words);
-      for (i64 i = 0; i < n; i++) score[i] = x[i] + heat * gumbel1(words[i]);
-    } else {
-      std::memcpy(score, x, n * sizeof(float));
+      for (i64 i = 0; i < n; i++) noisy[i] = score[i] + heat * gumbel1(words[i]);
+      bool unused = false;
+      most = largest(score = noisy, n, &unused);
     }
-    float most = score[0];
-    for (i64 i = 1; i < n; i++) most = score[i] > most ? score[i] : most;
-    if (any && !(most > top)) continue;
-    for (i64 i = 0; i < n; i++)
-      if (!any || score[i] > top) top = score[i], best = at + i, any = true;
+    if (!(most > top)) continue;
+    top = most;
+    i64 i = 0;
+    while (i < n - 1 && score[i] != most) i++;
+    best = at + i;
   }
   a->tokens[r] = best;
-  a->finite[r] = !odd;
+  return !odd && highest > -INFINITY;
 }
 
 EXPORT void fs_sample(const SampleArgs* a) {
-  parallel(a->rows, Mode(a->flags).threads, [&](i64 r) { sample_row(a, r); });
+  parallel(a->rows, Mode(a->flags).threads,
+           [&](i64 r) { a->finite[r] = sample_row(a, a->logits + r * a->vocab, r); });
+}
+
+struct HeadArgs {
+  SampleArgs sample;  // logits: the head's input x [R, K]
+  const Weight* head;
+};
+
+EXPORT void fs_head_sample(const HeadArgs* a) {  // blocks of rows bound the logits that exist at once
+  constexpr i64 BLOCK = 4 * ROWS;
+  const SampleArgs* s = &a->sample;
+  int threads = Mode(s->flags).threads;
+  for (i64 at = 0; at < s->rows; at += BLOCK) {
+    i64 rows = std::min(BLOCK, s->rows - at);
+    float* logits = scratch(PARTS, rows * s->vocab);
+    product(s->logits + at * a->head->k, rows, a->head->k, a->head, logits, s->vocab, false, threads);
+    parallel(rows, threads, [&](i64 r) { s->finite[at + r] = sample_row(s, logits + r * s->vocab, at + r); });
+  }
 }

@@ -194,7 +194,7 @@ class ReferenceAttention(ReferenceMatrix):
         rows, out = ctx.rows, torch.empty_like(q)
         for at in range(0, rows.count, ROW_BLOCK):
             pick = torch.arange(at, min(at + ROW_BLOCK, rows.count), device=q.device)
-            state = _Softmax(q[pick], sinks, self)
+            state = RunningSoftmax(q[pick], sinks, self)
             state.add(*gather_window(window, kv, rows, pick, span))
             if entries is not None:
                 chosen = self._chosen(selection, ratio, rows, pick)
@@ -227,7 +227,7 @@ class ReferenceAttention(ReferenceMatrix):
         store_ring(window, kv, ctx.rows)
 
 
-class _Softmax:
+class RunningSoftmax:
     """Running softmax over key tiles; a fully masked tile changes no bit.
 
     The sink starts it: maximum = sink, denominator = 1, value 0.

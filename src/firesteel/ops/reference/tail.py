@@ -6,60 +6,12 @@ import torch
 from torch import Tensor
 
 from firesteel.core import RowBatch, SampleRows, Verdict
-from firesteel.ops.reference.shape import ReferenceShape
+from firesteel.ops.reference.draft import ReferenceDraft
+from firesteel.ops.reference.noise import noise
 from firesteel.ops.types import Linear, Numerics, PromptRows, SlotState
 
-PHILOX_M = (0xD2511F53, 0xCD9E8D57)
-PHILOX_W = (0x9E3779B9, 0xBB67AE85)
-MASK = 0xFFFFFFFF
-TARGET_STREAM = 0  # the noise of every sampled token; drafts share it
-BELOW_ONE = 1.0 - 2.0**-24
 
-
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Tensor:
-    """First word of Philox4x32-10 (Salmon et al., 2011); int64 tensors of uint32 values.
-
-    A 32x32 product wraps in int64 with the right 64 bits, so both halves come out of shifts and masks.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = c0 * PHILOX_M[0], c2 * PHILOX_M[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & MASK) ^ c1 ^ k0,
-            p1 & MASK,
-            ((p0 >> 32) & MASK) ^ c3 ^ k1,
-            p0 & MASK,
-        )
-        k0, k1 = (k0 + PHILOX_W[0]) & MASK, (k1 + PHILOX_W[1]) & MASK
-    return c0
-
-
-def gumbel(bits: Tensor) -> Tensor:
-    """-log(-log1p(-v)) float32 with v = (bits + 1/2) * 2^-32 below 1: fine-grained in the upper tail."""
-    v = ((bits.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_max(BELOW_ONE)
-    return -torch.log(-torch.log1p(-v))
-
-
-def noise(
-    ids: Tensor, positions: Tensor, slots: Tensor, state: SlotState, stream: int = TARGET_STREAM
-) -> Tensor:
-    """Gumbel noise float32 [R, n] of token ids [n] for tokens sampled at ``positions`` [R].
-
-    Key (seed low word, sample index), counter (token id, position, stream, seed high word).
-    """
-    zero = torch.zeros((positions.shape[0], ids.shape[0]), dtype=torch.int64, device=ids.device)
-    counter = (
-        ids.unsqueeze(0) + zero,
-        positions.unsqueeze(-1) + zero,
-        zero + stream,
-        state.seed_hi[slots].unsqueeze(-1) + zero,
-    )
-    key = (state.seed_lo[slots].unsqueeze(-1), state.sample[slots].unsqueeze(-1))
-    return gumbel(philox(counter, key))
-
-
-class ReferenceTail(ReferenceShape):
+class ReferenceTail(ReferenceDraft):
     """What runs before and after the model in a step."""
 
     def build_rows(
