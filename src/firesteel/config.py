@@ -220,7 +220,12 @@ class SpeculativeConfig:
         classical rule, equal in distribution only).
     proposal: under rejection, "dense" (drafts are drawn and weighed by their
         probability) or "one_hot" (a draft counts as certain).
-    enable_adaptive_verification: verify as many drafts as pay at the current load.
+    enable_adaptive_verification: verify as many drafts as pay at the current
+        load, and draft only where it pays.
+    confidence: "auto" (the checkpoint's confidence head if it has one), "head"
+        (an error without one) or "none" (margin and position only).
+    cost_table: file of step prices made by ``firesteel profile``; None measures at start.
+    calibration: file made by ``firesteel calibrate``; None: the checkpoint's own, or a prior.
     """
 
     method: str = "dspark"
@@ -228,6 +233,9 @@ class SpeculativeConfig:
     acceptance: str = "coupled"
     proposal: str = "dense"
     enable_adaptive_verification: bool = False
+    confidence: str = "auto"
+    cost_table: str | None = None
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -247,11 +255,21 @@ class SpeculativeConfig:
         _require(self.proposal in ("dense", "one_hot"), "proposal", self.proposal, "'dense' or 'one_hot'")
         adaptive = self.enable_adaptive_verification
         _require(isinstance(adaptive, bool), "enable_adaptive_verification", adaptive, "true or false")
-        if adaptive:
-            raise ParameterError(
-                "enable_adaptive_verification=true: not available in this version; "
-                "leave it out to verify a fixed number of drafts"
+        _require(
+            self.confidence in ("auto", "head", "none"),
+            "confidence",
+            self.confidence,
+            "'auto', 'head' or 'none'",
+        )
+        for name in ("cost_table", "calibration"):
+            value = getattr(self, name)
+            _require(
+                value is None or (isinstance(value, str) and value != ""), name, value, "a file path or null"
             )
+            if value is not None and not adaptive:
+                raise ParameterError(
+                    f"{name}: only adaptive verification uses it; set enable_adaptive_verification"
+                )
 
     @property
     def rejection(self) -> bool:

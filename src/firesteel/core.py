@@ -165,6 +165,9 @@ class StepPlan:
     drafting: tuple[Decode, ...] = ()  # sampling groups that get new drafts at the end of the step
     draft_width: int = 0
     draft_depth: int = 0  # the most drafts of one request that this step can verify
+    report_drafts: bool = False  # copy confidences, margins and survivals of new drafts to the host
+    calibration: tuple[tuple[tuple[float, ...], ...], tuple[float, ...], tuple[float, ...]] | None = None
+    predicted_ms: float = 0.0  # the whole step, drafting included
     forget: tuple[int, ...] = ()  # saved requests that ended
     shaped: bool = False  # some sampling row has its logits changed
     random: bool = True  # some sampling row has a temperature above 0

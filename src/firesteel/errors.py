@@ -11,9 +11,13 @@ def user_errors() -> tuple[type[Exception], ...]:
     from firesteel.models.deepseek_v4.chat import ChatError
     from firesteel.models.deepseek_v4.config import ConfigError
     from firesteel.ops import BackendError
+    from firesteel.speculation.cost import CostError
+    from firesteel.speculation.survival import CalibrationError
     from firesteel.tokenizer import TokenizerError
 
     return (
+        CostError,
+        CalibrationError,
         CheckpointError,
         CodecError,
         ParameterError,

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from firesteel.ops import BACKENDS, BackendError, Numerics, select
 from oracles import compare
 from oracles.cases import CASES
 from oracles.compare import Bench
@@ -52,7 +54,7 @@ def test_greedy_tokens(bench: Bench) -> None:
 
 def test_selection_is_a_choice() -> None:
     """Cases with an indexer must see more entries than they may attend to."""
-    for name in ("csa", "mixed", "page", "flash"):
+    for name in ("csa", "mixed", "page", "flash", "steep"):
         case = CASES[name]
         assert (case.prompt // 4) > case.config.index_topk
 
@@ -80,7 +82,12 @@ def test_the_comparison_notices_damage(name: str, what: str) -> None:
     assert b.far(got, slice(40, None)) > 10 * b.bound
 
 
-def test_random_geometries() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_geometries(backend: str) -> None:
     """A few of the wide sweep; ``python -m oracles.sweep hf --count 100`` runs more."""
-    for line in sweep_hf(3, seed=20):
+    try:
+        select(backend, Numerics(False))
+    except (BackendError, ImportError) as err:
+        pytest.skip(str(err))
+    for line in sweep_hf(3, seed=20, backend=backend):
         assert line.distance <= line.bound, line

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from firesteel.models.deepseek_v4.config import V4Config
-from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
+from firesteel.models.deepseek_v4.layout import write_official
+from firesteel.models.deepseek_v4.random_init import random_tensors, tiny_config, write_random
 
 _HOME = tempfile.TemporaryDirectory(prefix="firesteel-oracles-")  # removed when the process ends
 
@@ -20,13 +21,16 @@ class Case:
     """A geometry and how it is exercised.
 
     ``prompt`` tokens long; every split into two chunks is tried up to ``every`` tokens, and for a
-    longer prompt the splits beside its boundaries.
+    longer prompt the splits beside its boundaries. ``steep`` scales the channels of every norm by
+    powers of two down to 2^-12, so that groups of an activation with one common scale reach the
+    subnormals of e4m3; only then does it matter which channels share a scale.
     """
 
     name: str
     prompt: int
     seed: int = 0
     every: int = 48
+    steep: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -37,12 +41,25 @@ class Case:
     def folder(self) -> Path:
         """The checkpoint, written once per process."""
         path = Path(_HOME.name) / f"{self.name}-{self.seed}"
-        return path if path.exists() else write_random(path, self.config, self.seed, drafter=False)
+        if path.exists():
+            return path
+        if not self.steep:
+            return write_random(path, self.config, self.seed, drafter=False)
+        tensors = random_tensors(self.config, self.seed, drafter=False)
+        return write_official(path, self.config, ((name, steep(name, t)) for name, t in tensors))
 
     def tokens(self, n: int | None = None, seed: int = 0) -> list[int]:
         """``n`` random token ids (default: the case's prompt length)."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed + 17)
         return torch.randint(3, 512, (n or self.prompt,), generator=generator).tolist()
+
+
+def steep(name: str, tensor: Any) -> Any:
+    """A norm's weight with blocks of 16 channels scaled by 1, 2^-4, 2^-8, 2^-12 in turn."""
+    if not name.endswith("norm.weight"):
+        return tensor
+    block = torch.arange(tensor.shape[0]) // 16 % 4
+    return (tensor.float() * torch.exp2(-4.0 * block)).to(tensor.dtype)
 
 
 # fewer experts and one shared shape keep a pass short; what differs is the attention
@@ -90,6 +107,19 @@ CASES: dict[str, Case] = {
                 "swiglu_limit": 0.7,  # low enough that both clamps act
                 "num_attention_heads": 8,
                 "o_groups": 4,
+            },
+        ),
+        Case(
+            "steep",  # several groups of 128 channels per row and of 64 per entry
+            44,
+            9,
+            steep=True,
+            changes={
+                "compress_ratios": (4, 16),
+                "hidden_size": 256,
+                "head_dim": 128,
+                "num_attention_heads": 2,
+                "q_lora_rank": 192,
             },
         ),
     )

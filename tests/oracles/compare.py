@@ -80,9 +80,7 @@ def many_chunks(b: Bench, count: int, most: int = 9) -> float:
     generator = torch.Generator().manual_seed(b.case.seed)
     drive, worst = Drive(b.target, 1, len(b.tokens)), 0.0
     for _ in range(count):
-        sizes = random_sizes(
-            len(b.tokens), most, lambda m: int(torch.randint(m, (1,), generator=generator))
-        )
+        sizes = random_sizes(len(b.tokens), most, lambda m: int(torch.randint(m, (1,), generator=generator)))
         worst = max(worst, b.far(drive.chunks(0, b.tokens, sizes)))
     return worst
 

@@ -58,6 +58,33 @@ TOP = {
     "hc_head_base": "model.hc_head.hc_base",
     "hc_head_scale": "model.hc_head.hc_scale",
 }
+SAME = (  # fields with one name and meaning in both
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "sliding_window",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "hc_eps",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "rope_theta",
+    "compress_rope_theta",
+)
 KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention"}
 
 
@@ -73,15 +100,9 @@ def config_of(raw: dict[str, Any]) -> DeepseekV4Config:
     if raw.get("rope_scaling"):
         scaling = {k: v for k, v in raw["rope_scaling"].items() if k not in ("type", "rope_type")}
         compress = {**compress, **scaling, "rope_type": "yarn", "attention_factor": 1.0}
-    same = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_lora_rank o_groups "
-        "index_n_heads index_head_dim index_topk sliding_window max_position_embeddings rms_norm_eps hc_mult "
-        "hc_sinkhorn_iters hc_eps moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok "
-        "routed_scaling_factor swiglu_limit rope_theta compress_rope_theta"
-    ).split()
     hashed = raw["num_hash_layers"]
     return DeepseekV4Config(
-        **{name: raw[name] for name in same},
+        **{name: raw[name] for name in SAME},
         num_key_value_heads=1,
         partial_rotary_factor=factor,
         layer_types=[KINDS.get(r, "heavily_compressed_attention") for r in ratios],

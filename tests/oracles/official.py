@@ -50,6 +50,9 @@ class Options:
     shuffle: int | None = None
 
 
+OFFICIAL = Options()
+
+
 # ---- number formats ------------------------------------------------------------------------------
 def to_bf16(x: Tensor) -> Tensor:
     """Nearest bf16 value, in the dtype of x."""
@@ -108,7 +111,7 @@ def hadamard(n: int) -> Tensor:
 class Straight:
     """The target of a checkpoint folder. ``attention`` and ``experts`` are the halves of a block."""
 
-    def __init__(self, path: str | Path, options: Options = Options()):
+    def __init__(self, path: str | Path, options: Options = OFFICIAL):
         self.source = tensors.load(path)
         self.o = options
         self.c: dict[str, Any] = self.source.raw

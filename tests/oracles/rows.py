@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,13 @@ def same_bits(got: Tensor, want: Tensor) -> int:
     return int((got.view(torch.int32) != want.view(torch.int32)).any(-1).sum())
 
 
-def alone(target: Target, tokens: Sequence[int]) -> Tensor:
-    """The yardstick: logits [n, V] of every token run as the only row of its pass."""
-    return Drive(target, 1, len(tokens), GAMMA).chunks(0, tokens, [1] * len(tokens))
+def alone(target: Target, tokens: Sequence[int], first: int = 0) -> Tensor:
+    """The yardstick: logits [n, V] of every token run as the only row of its pass.
+
+    To save time the ``first`` tokens of a long prompt may share one pass.
+    """
+    sizes = [first] * bool(first) + [1] * (len(tokens) - first)
+    return Drive(target, 1, len(tokens), GAMMA).chunks(0, tokens, sizes)
 
 
 def random_chunkings(n: int, count: int, seed: int, most: int | None = None) -> list[list[int]]:
@@ -55,7 +59,9 @@ def two_chunks(target: Target, tokens: Sequence[int], want: Tensor) -> int:
     return sum(same_bits(torch.cat(pair), want) for pair in zip(first, second, strict=True))
 
 
-def company(target: Target, tokens: Sequence[int], want: Tensor, seed: int, rounds: int, most: int = 64) -> int:
+def company(
+    target: Target, tokens: Sequence[int], want: Tensor, seed: int, rounds: int, most: int = 64
+) -> int:
     """Rows that differ beside rows of other requests.
 
     Each round runs the sequence in random chunks in a random slot on shuffled physical pages. Every
@@ -68,7 +74,7 @@ def company(target: Target, tokens: Sequence[int], want: Tensor, seed: int, roun
         for slot in range(others + 1):
             drive.remap(slot, order[slot * drive.columns : (slot + 1) * drive.columns])
         mine = below(others + 1, generator)
-        at = {slot: 0 for slot in range(others + 1)}
+        at = dict.fromkeys(range(others + 1), 0)
         out = []
         while at[mine] < len(tokens):
             n = min(len(tokens) - at[mine], 1 + below(most // 2, generator))
@@ -98,19 +104,28 @@ def guests(
     return groups
 
 
-def rejected(target: Target, tokens: Sequence[int], want: Tensor, seed: int) -> int:
+def rejected(target: Target, tokens: Sequence[int], want: Tensor, blocks: Iterable[tuple[int, int]]) -> int:
     """Rows that differ if drafts are verified and rejected all the way.
 
-    At every position a block of 1 to GAMMA+1 rows runs: the true next tokens up to a random depth,
-    wrong ones behind it. The cursor then moves to the first wrong one.
+    A block (good, bad) runs the next ``good`` true tokens and ``bad`` wrong ones behind them; the
+    cursor then moves to the first wrong one. ``blocks`` must last for the whole sequence.
     """
-    generator, drive = picker(seed), Drive(target, 1, len(tokens) + GAMMA + 1, GAMMA)
-    at, wrong = 0, 0
+    generator, drive = picker(0), Drive(target, 1, len(tokens) + GAMMA + 1, GAMMA)
+    at, wrong, supply = 0, 0, iter(blocks)
     while at < len(tokens):
-        good = min(1 + below(GAMMA + 1, generator), len(tokens) - at)
-        bad = below(GAMMA + 2 - good, generator) if good <= GAMMA else 0
+        good, bad = next(supply)
+        assert good >= 1 and good + bad <= GAMMA + 1
+        good = min(good, len(tokens) - at)
         junk = torch.randint(512, (bad,), generator=generator).tolist()
         logits = drive.step([(0, at, [*tokens[at : at + good], *junk])])[0]
         wrong += same_bits(logits[:good], want[at : at + good])
         at += good
     return wrong
+
+
+def random_blocks(seed: int) -> Iterator[tuple[int, int]]:
+    """Blocks of 1 to GAMMA + 1 rows without end."""
+    generator = picker(seed)
+    while True:
+        good = 1 + below(GAMMA + 1, generator)
+        yield good, below(GAMMA + 2 - good, generator)

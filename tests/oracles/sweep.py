@@ -1,7 +1,7 @@
 """Wide sweeps over random geometries; the tests run a few, this module any number.
 
-    PYTHONPATH=src:tests python -m oracles.sweep hf --count 100
-    PYTHONPATH=src:tests python -m oracles.sweep rows --count 100 --backend native
+PYTHONPATH=src:tests python -m oracles.sweep hf --count 100
+PYTHONPATH=src:tests python -m oracles.sweep rows --count 100 --backend native
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def main() -> int:
     for line in (sweep_hf if args.what == "hf" else sweep_rows)(args.count, args.seed, args.backend):
         ok = line.distance <= line.bound
         bad += not ok
-        print(f"{'ok ' if ok else 'BAD'} {line.name}: {line.distance:.2e} of {line.bound:.2e}  {line.detail}", flush=True)
+        result = f"{line.distance:.2e} of {line.bound:.2e}"
+        print("ok " if ok else "BAD", f"{line.name}: {result}  {line.detail}", flush=True)
     print(f"{args.count} geometries, {bad} bad")
     return int(bad > 0)
 

@@ -13,15 +13,19 @@ from firesteel.config import EngineConfig, ParameterError, SpeculativeConfig
 from firesteel.engine.loop import Engine
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import PrefixCache
+from firesteel.engine.profile import Profiler, fingerprint
 from firesteel.engine.runner import Runner
 from firesteel.engine.slots import Slots
 from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.dspark import Drafter, build_drafter
-from firesteel.models.deepseek_v4.layout import open_checkpoint
+from firesteel.models.deepseek_v4.layout import confidence_name, open_checkpoint
 from firesteel.models.deepseek_v4.model import Target
 from firesteel.models.deepseek_v4.weights import build_target
 from firesteel.ops import Numerics, select
+from firesteel.speculation.cost import CostModel, CostTable
+from firesteel.speculation.policy import Adaptive, Policy
+from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent.parent / "checkpoint" / "demo"
@@ -88,6 +92,7 @@ def build_engine(
         settings.speculative,
         settings.debug_poison,
     )
+    policy = make_policy(runner, settings, length, folder, notes, progress)
     cache = None
     if settings.prefix_caching:
         cache = PrefixCache(memory.pool, memory.page_size, f"{settings.numerics} {choice.ops.name}")
@@ -98,7 +103,7 @@ def build_engine(
     else:
         notes.append("no tokenizer.json: prompts must be token ids")
     eos = tuple(dict.fromkeys((config.eos_token_id, *(tokenizer.stop_token_ids if tokenizer else ()))))
-    engine = Engine(settings, config.vocab_size, length, eos, memory, runner, cache)
+    engine = Engine(settings, config.vocab_size, length, eos, memory, runner, cache, policy)
     return Built(engine, config, tokenizer, folder, tuple(notes))
 
 
@@ -126,10 +131,49 @@ def make_drafter(
             f"warning: num_speculative_tokens={k} is above the trained block of {config.dspark.block_size}; "
             "drafts behind it are rarely accepted"
         )
+    head = confidence_name(config)
     if not layout.confidence_head:
-        notes.append("no confidence head in the checkpoint: survival is estimated without it")
+        if settings.confidence == "head":
+            raise ParameterError(
+                f"confidence='head': {checkpoint.folder} has no tensor '{head}'; "
+                "set confidence='auto' to estimate survival without it"
+            )
+        notes.append(f"no confidence head in the checkpoint ('{head}'): survival is estimated without it")
     notes.append(f"speculation: dspark, K={k}, {settings.acceptance} acceptance")
-    weights = build_drafter(
-        checkpoint, config, target.ops, target.weights.embed.device, layout.confidence_head
-    )
+    use_head = layout.confidence_head and settings.confidence != "none"
+    if layout.confidence_head and not use_head:
+        checkpoint.skip(head, "confidence='none'")
+        notes.append("confidence head not used: confidence='none'")
+    weights = build_drafter(checkpoint, config, target.ops, target.weights.embed.device, use_head)
     return Drafter(config, weights, target)
+
+
+def make_policy(
+    runner: Runner,
+    settings: EngineConfig,
+    length: int,
+    folder: Path,
+    notes: list[str],
+    progress: Callable[[str], None],
+) -> Policy | None:
+    """The adaptive policy with its prices and calibration, or None for fixed widths."""
+    spec = settings.speculative
+    if spec is None or not spec.enable_adaptive_verification or runner.drafter is None:
+        return None
+    gamma = spec.num_speculative_tokens
+    if spec.cost_table is not None:
+        table = CostTable.load(spec.cost_table, fingerprint(runner, gamma))
+        notes.append(f"adaptive: prices from {spec.cost_table}")
+    else:
+        table = Profiler(runner, gamma, settings.max_num_batched_tokens, length).run(progress)
+        notes.append(f"adaptive: measured {len(table.rows)} row counts at start")
+    uses_head = runner.drafter.weights.markov.confidence is not None
+    coefficients = Coefficients.prior(gamma, uses_head, not spec.rejection)
+    own = folder / "calibration.json"
+    file = spec.calibration or (str(own) if own.is_file() else None)
+    if file is not None:
+        coefficients = Coefficients.load(file).fitted_to(gamma, uses_head, not spec.rejection)
+        notes.append(f"adaptive: calibration from {Path(file).name}")
+    else:
+        notes.append("adaptive: no calibration file; starting from a prior, refitted from traffic")
+    return Adaptive(gamma, CostModel(table), Calibrator(coefficients), rejection=spec.rejection)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,9 +25,12 @@ class Frontend:
         self.open: dict[int, Answer] = {}
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt; raises ParameterError without a tokenizer."""
+        """Token ids of a prompt; raises ParameterError without a tokenizer, and for what is no id."""
         if not isinstance(prompt, str):
-            return tuple(int(i) for i in prompt)
+            try:
+                return tuple(operator.index(i) for i in prompt)
+            except TypeError as err:
+                raise ParameterError(f"prompt: neither text nor a list of token ids ({err})") from err
         if self.tokenizer is None:
             raise ParameterError(f"prompt: {self.path} has no tokenizer.json; give token ids")
         return tuple(self.tokenizer.encode(prompt))

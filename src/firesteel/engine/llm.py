@@ -123,9 +123,12 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [[int(p) for p in prompts if isinstance(p, int)]]
-    return [p for p in prompts if not isinstance(p, int)]
+    ids = [p for p in prompts if isinstance(p, int)]
+    if ids and len(ids) < len(prompts):
+        raise ParameterError(
+            "prompts: token ids beside whole prompts; give one list of ids or a list of prompts"
+        )
+    return [ids] if ids else [p for p in prompts if not isinstance(p, int)]
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -20,6 +20,7 @@ from firesteel.engine.prefix import PrefixCache
 from firesteel.engine.runner import Handle, Runner, TokenScore
 from firesteel.engine.scheduler import Scheduler
 from firesteel.engine.sequence import Sequence
+from firesteel.speculation.policy import Policy
 
 
 class QueueFull(RuntimeError):
@@ -48,10 +49,11 @@ class Engine:
     memory: Memory
     runner: Runner
     cache: PrefixCache | None = None
+    policy: Policy | None = None
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=65536))
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, self.memory, self.cache, self.config.gamma)
+        self.scheduler = Scheduler(self.config, self.memory, self.cache, self.policy)
         self._flight: deque[Handle] = deque()
         self._open: dict[int, tuple[Sequence, int]] = {}  # request -> (sequence, tokens handed out)
         self._next_id = 0
@@ -153,8 +155,8 @@ class Engine:
                 emitted=sum(len(g.tokens) for g in result.groups),
                 verified=sum(g.verified for g in result.groups),
                 accepted=sum(g.accepted for g in result.groups),
-                predicted_ms=plan.budget.predicted_ms,
-                measured_ms=(begun - handle.started) * 1e3,
+                predicted_ms=plan.predicted_ms,
+                measured_ms=result.ms,
                 host_ms=(self._host_s + now - begun) * 1e3,
             )
         )

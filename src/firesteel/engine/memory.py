@@ -200,6 +200,10 @@ class Memory:
     def _rings(self) -> list[Tensor]:
         return [ring for layer in (*self.layers, *self.stages) for ring in layer.rings()]
 
+    def all_rings(self) -> list[Tensor]:
+        """Every ring of every layer and stage, for profiling."""
+        return self._rings()
+
     def _parts(self, boundary: int) -> list[SnapshotPart]:
         target = snapshot_parts(self.config, boundary, self.layers)
         return [*target, *stage_parts(self.config, len(self.stages), self.stages)]

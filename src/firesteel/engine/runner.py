@@ -23,7 +23,7 @@ from firesteel.engine.slots import Line, Slots
 from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import Target
-from firesteel.ops.types import PromptRows
+from firesteel.ops.types import Calibration, PromptRows, Proposal
 
 SCORE_BLOCK = 64  # prompt rows whose logits exist at once
 
@@ -59,11 +59,23 @@ class PromptScores:
 
 
 @dataclass(frozen=True)
+class DraftReport:
+    """What the drafting pass said of one request, one value per depth."""
+
+    request_id: int
+    head: tuple[float, ...]  # empty without a confidence head
+    margin: tuple[float, ...]
+    survival: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """Everything a finished step says."""
+    """Everything a finished step says; ``ms`` is what it took on the device."""
 
     groups: tuple[GroupResult, ...]
     prompts: tuple[PromptScores, ...]
+    drafts: tuple[DraftReport, ...] = ()
+    ms: float = 0.0
 
 
 @dataclass
@@ -77,6 +89,9 @@ class Handle:
     samples: SampleRows | None = None
     logprobs: Logprobs | None = None
     scored: list[tuple[Chunk, list[Logprobs]]] = field(default_factory=list)
+    proposal: Proposal | None = None
+    survival: Tensor | None = None
+    ended: float = 0.0  # on the CPU a step has run when its launch returns
 
     def read(self) -> StepResult:
         """Wait for the step and copy what it decided: the synchronisation "verdict"."""
@@ -85,7 +100,19 @@ class Handle:
                 PromptScores(c.request_id, c.start + 1, tuple(s for part in parts for s in _scores(part)))
                 for c, parts in self.scored
             )
-            return StepResult(self._groups(), prompts)
+            ms = ((self.ended or time.perf_counter()) - self.started) * 1e3
+            return StepResult(self._groups(), prompts, self._drafts(), ms)
+
+    def _drafts(self) -> tuple[DraftReport, ...]:
+        if self.proposal is None or self.survival is None:
+            return ()
+        p = self.proposal
+        head = p.confidence.tolist() if p.confidence is not None else [()] * len(self.plan.drafting)
+        margin, survival = p.margin.tolist(), self.survival.tolist()
+        return tuple(
+            DraftReport(d.request_id, tuple(head[g]), tuple(margin[g]), tuple(survival[g]))
+            for g, d in enumerate(self.plan.drafting)
+        )
 
     def _groups(self) -> tuple[GroupResult, ...]:
         if self.verdict is None or self.samples is None:
@@ -136,6 +163,7 @@ class Runner:
         if speculative is not None and speculative.rejection and speculative.proposal == "dense":
             slots.keep_draft_logits()
         self._saved: dict[int, tuple[Line, Saved]] = {}
+        self._calibration: Calibration | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -155,10 +183,14 @@ class Runner:
             if self.poison:
                 with self.guard.named("debug: poison"):
                     poison(self.memory, self.slots.state)
+        if self.device.type == "cpu":
+            handle.ended = time.perf_counter()
         return handle
 
     def _move(self, plan: StepPlan) -> None:
         """Requests leave and enter slots, in an order in which nothing is overwritten too early."""
+        if plan.calibration is not None:
+            self._calibration = Calibration(*(self.slots.floats(part) for part in plan.calibration))
         for rid in plan.forget:
             self._saved.pop(rid, None)
         for save in plan.saves:
@@ -192,13 +224,13 @@ class Runner:
             handle.verdict = self._sample(h, rows, samples, plan, handle)
             state.draft_len[samples.slots] = 0
         if plan.drafting:
-            self._draft(plan)
+            self._draft(plan, handle)
         self._score_prompts(h, plan, handle)
 
-    def _draft(self, plan: StepPlan) -> None:
+    def _draft(self, plan: StepPlan, handle: Handle) -> None:
         """New drafts behind the new anchors; a request that just ended gets some too, and nobody looks."""
         assert self.drafter is not None, "the scheduler drafts only where there is a drafter"
-        state, width = self.slots.state, plan.draft_width
+        ops, state, width = self.target.ops, self.slots.state, plan.draft_width
         slots = self.slots.ints([d.slot for d in plan.drafting])
         proposal = self.drafter.propose(
             slots,
@@ -216,7 +248,10 @@ class Runner:
         state.margin[slots, :width] = proposal.margin
         if proposal.confidence is not None:
             state.confidence[slots, :width] = proposal.confidence
-        state.survival[slots, :width] = 1.0
+        survival = ops.survival(proposal, slots, state, self._calibration)
+        state.survival[slots, :width] = survival
+        if plan.report_drafts:
+            handle.proposal, handle.survival = proposal, survival
         if state.draft_logits is not None and proposal.logits is not None:
             state.draft_logits[slots, :width] = proposal.logits
 

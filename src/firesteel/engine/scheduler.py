@@ -30,8 +30,18 @@ from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
 from firesteel.engine.sequence import Sequence
-from firesteel.speculation.budget import fixed
+from firesteel.speculation.policy import (
+    Candidate,
+    Drafting,
+    FixedWidth,
+    Load,
+    Policy,
+    Proposed,
+    Timing,
+    Verified,
+)
 
+NO_DRAFTING = Drafting(frozenset(), 0, "speculation off")
 FINISH = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
 
 
@@ -63,8 +73,11 @@ class _Draftboard:
 class Scheduler:
     """Waiting and running requests, and the next plan."""
 
-    def __init__(self, config: EngineConfig, memory: Memory, cache: PrefixCache | None, gamma: int = 0):
-        self.config, self.memory, self.cache, self.gamma = config, memory, cache, gamma
+    def __init__(
+        self, config: EngineConfig, memory: Memory, cache: PrefixCache | None, policy: Policy | None = None
+    ):
+        self.config, self.memory, self.cache, self.gamma = config, memory, cache, config.gamma
+        self.policy: Policy = policy or FixedWidth(config.gamma)
         self.waiting: list[Sequence] = []  # by (priority, arrival)
         self.running: list[Sequence] = []  # by (priority, arrival)
         self.stats = SchedulerStats()
@@ -123,10 +136,16 @@ class Scheduler:
         top = max(
             [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
         )
-        drafting = [s for s in sampling if s.draft_cap]
+        rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
+        load = self._load(sampling, rows - board.budget.drafts, board.room)
+        draft = NO_DRAFTING
+        if self.gamma and sampling:
+            draft = self.policy.drafting([self._candidate(s) for s in sampling], load)
+        drafting = [s for s in sampling if s.request_id in draft.request_ids]
+        calibration = self.policy.calibration()
         for seq in sampling:
             seq.in_flight += 1
-            seq.ready = self.gamma if seq.draft_cap else 0
+            seq.ready = draft.width if seq.request_id in draft.request_ids else 0
         scored = [self._by_id[c.request_id].params for c in board.chunks if c.scored]
         reports = [s.params.logprobs for s in sampling] + [p.prompt_logprobs for p in scored]
         forget, self._forget = tuple(self._forget), []
@@ -144,8 +163,11 @@ class Scheduler:
             restores=tuple(board.restores),
             snapshots=tuple(order for _, order in board.snapshots),
             drafting=tuple(Decode(s.request_id, s.slot) for s in drafting),
-            draft_width=self.gamma if drafting else 0,
+            draft_width=draft.width if drafting else 0,
             draft_depth=self.gamma if board.budget.drafts else 0,
+            report_drafts=not isinstance(self.policy, FixedWidth),
+            calibration=None if calibration is None else calibration.plain(),
+            predicted_ms=self.policy.predict(rows, load.context, draft),
             forget=forget,
             shaped=any(not s.shaping().neutral for s in sampling),
             random=any(s.params.temperature > 0 for s in sampling),
@@ -163,10 +185,23 @@ class Scheduler:
 
     def _plan_drafts(self, board: _Draftboard) -> None:
         """Rows for drafts; prompts that wait keep a quarter of the step."""
-        prompts = any(s.finish is None and not s.prefilled for s in self.running) or bool(self.waiting)
-        kept = self.config.max_num_batched_tokens // 4 if prompts else 0
-        board.budget = fixed([min(s.ready, s.draft_cap) for s in board.decodes], board.room - kept)
-        board.room -= board.budget.drafts
+        pending = sum(len(s.base) - s.planned for s in self.running if s.finish is None and not s.prefilled)
+        pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
+        kept = min(self.config.max_num_batched_tokens // 4, pending)
+        if self.gamma and board.decodes:
+            candidates = [self._candidate(s) for s in board.decodes]
+            rows = len(board.decodes) + min(pending, board.room)
+            board.budget = self.policy.budget(candidates, self._load(board.decodes, rows, board.room - kept))
+            board.room -= board.budget.drafts
+
+    @staticmethod
+    def _candidate(seq: Sequence) -> Candidate:
+        return Candidate(seq.request_id, min(seq.ready, seq.draft_cap), seq.draft_cap)
+
+    @staticmethod
+    def _load(group: list[Sequence], rows: int, room: int) -> Load:
+        context = sum(s.bound for s in group) / max(len(group), 1)
+        return Load(rows, float(len(group)), context, max(room, 0))
 
     def _plan_chunks(self, board: _Draftboard) -> None:
         prompts = [s for s in self.running if s.finish is None and not s.prefilled]
@@ -390,6 +425,8 @@ class Scheduler:
         """Take a finished step's tokens, scores and drafts."""
         for decode in plan.drafting:
             self._by_id[decode.request_id].drafted += plan.draft_width
+        if plan.report_drafts:
+            self._learn(plan, result)
         for prompt in result.prompts:
             owner = self._by_id.get(prompt.request_id)
             if owner is not None:
@@ -401,13 +438,26 @@ class Scheduler:
             if seq.finish is None:
                 seq.steps += bool(group.tokens)
                 seq.count(group.verified, group.accepted)
+                before = seq.known
                 seq.output.extend(group.tokens)
                 seq.scores.extend(group.scores)
                 if group.finished:
                     self._finish(seq, FINISH[group.finished])
-                self._want_snapshot(seq)
+                self._want_snapshot(seq, before)
             if seq.finish is not None and seq in self.waiting and seq.in_flight == 0:
                 self._leave_queue(seq)
+
+    def _learn(self, plan: StepPlan, result: StepResult) -> None:
+        """Show the policy what became of its choices."""
+        kinds = {d.request_id: int(self._by_id[d.request_id].params.temperature > 0) for d in plan.drafting}
+        self.policy.learn(
+            [
+                Proposed(d.request_id, kinds[d.request_id], d.head, d.margin, d.survival)
+                for d in result.drafts
+            ],
+            [Verified(g.request_id, g.verified, g.accepted, g.finished != 0) for g in result.groups],
+            Timing(plan.rows, plan.predicted_ms, result.ms),
+        )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish = reason
@@ -417,13 +467,14 @@ class Scheduler:
                 if self.cache is not None:
                     self.cache.forget(key)
 
-    def _want_snapshot(self, seq: Sequence) -> None:
-        """The newest page boundary whose window the rings still hold."""
+    def _want_snapshot(self, seq: Sequence, before: int) -> None:
+        """A page boundary that the answer has just crossed: later the rings no longer hold its window."""
         size = self.memory.page_size
         boundary = (seq.known - 1) // size * size
         if (
             seq.slot >= 0
             and seq.finish is not FinishReason.ERROR
+            and before <= boundary
             and boundary > max(seq.snapped, len(seq.base) - 1)
         ):
             seq.want = boundary
@@ -433,6 +484,7 @@ class Scheduler:
         for seq in [s for s in self.running if s.finish is not None and s.in_flight == 0 and not s.want]:
             self.running.remove(seq)
             self.memory.release(seq.slot)
+            self.policy.forget(seq.request_id)
             del self._by_id[seq.request_id]
 
     def check(self) -> None:

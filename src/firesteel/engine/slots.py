@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,10 @@ class Slots:
     def ints(self, values: list[int] | tuple[int, ...]) -> Tensor:
         """int64 on the device, copied without waiting."""
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def floats(self, values: Any) -> Tensor:
+        """float32 on the device, copied without waiting."""
+        return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
 
     def admit(self, a: Admission) -> None:
         """Write a slot's line."""

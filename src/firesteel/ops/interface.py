@@ -16,6 +16,7 @@ from torch import Tensor
 from firesteel.checkpoint.codecs import QTensor
 from firesteel.core import Logprobs, RowBatch, SampleRows, Verdict
 from firesteel.ops.types import (
+    Calibration,
     Compressor,
     CompressorMemory,
     Experts,
@@ -210,6 +211,12 @@ class Ops(ABC):
         drafts share the target's noise; ``rejection`` uses the drafter's own.
         Writes anchor and drafts into the history.
         """
+
+    @abstractmethod
+    def survival(
+        self, proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None
+    ) -> Tensor:
+        """Survival float32 [G, K]: running product of calibrated probabilities; ones without a calibration."""
 
     @abstractmethod
     def admit(self, decodes: Tensor, drafts: int, state: SlotState) -> Tensor:

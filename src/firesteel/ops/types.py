@@ -132,6 +132,15 @@ class Proposal:
     logits: Tensor | None
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Logistic model of acceptance: depth float32 [2, K], head and margin float32 [2]; see speculation/survival.py."""
+
+    depth: Tensor
+    head: Tensor
+    margin: Tensor
+
+
 @dataclass
 class CompressorMemory:
     """State of one compressor.

@@ -61,8 +61,8 @@ struct AttentionArgs {
   const float* q;
   i64 heads, span;
   const float* sinks;
-  const float* entries;
-  i64 ratio, per_page;
+  Entries entries;  // data null: none
+  i64 ratio;
   const i64* selection;
   i64 selected;
   const float *cos, *sin;
@@ -71,44 +71,76 @@ struct AttentionArgs {
   i64 flags;
 };
 
-static i64 list_keys(const AttentionArgs* a, i64 r, const float** out) {
+static i64 list_keys(const AttentionArgs* a, i64 r, const float** out, i64* window) {
   const Pass& p = *a->keys.pass;
   i64 n = 0, at = p.positions[r], slot = p.slots[r];
   for (i64 t = std::max<i64>(0, at - a->span + 1); t <= at; t++) out[n++] = key_at(a->keys, r, t);
-  if (!a->entries) return n;
+  *window = n;
+  if (!a->entries.data) return n;
   if (!a->selection) {
-    for (i64 e = 0; e < (at + 1) / a->ratio; e++)
-      out[n++] = a->entries + entry_line(p, slot, e, a->per_page) * a->keys.d;
+    for (i64 e = 0; e < (at + 1) / a->ratio; e++) out[n++] = entry_at(p, a->entries, slot, e);
     return n;
   }
   const i64* chosen = a->selection + r * a->selected;
   for (i64 i = 0; i < a->selected; i++)
-    if (chosen[i] >= 0) out[n++] = a->entries + entry_line(p, slot, chosen[i], a->per_page) * a->keys.d;
+    if (chosen[i] >= 0) out[n++] = entry_at(p, a->entries, slot, chosen[i]);
   return n;
 }
 
-// scores [n][lanes] to probabilities above the sink; total [lanes]
-template <bool O>
-static void softmax_lanes(float* scores, i64 n, i64 lanes, i64 heads, const float* sinks, float scale, float* total) {
-  for (i64 l = 0; l < lanes; l += VW) {
-    vf sink = load_part(sinks + l, std::min<i64>(VW, heads - l)), top = sink;
-    for (i64 i = 0; i < n; i++) {
-      vf s = load(scores + i * lanes + l) * scale;
-      store(scores + i * lanes + l, s);
-      top = vmax(top, s);
+// Scores [n][lanes] to probabilities above the sink; total [lanes].
+//
+// Official numerics round each probability while it is relative to the largest score
+// so far: of the `window` keys for those, then of each further ENTRY_TILE keys. Later
+// maxima scale it down without rounding. float32 has nothing to round: one tile.
+constexpr i64 ENTRY_TILE = 64;
+
+struct Softmax {
+  i64 n, window, lanes, heads;
+  float scale;
+  const float* sinks;
+  float *scores, *total, *tops;  // tops [tiles][lanes]: maxima, then factors
+  i64 tile_end(i64 tile) const { return std::min(n, window + tile * ENTRY_TILE); }
+  i64 tiles() const { return 1 + (n - window + ENTRY_TILE - 1) / ENTRY_TILE; }
+};
+
+static void relative_scores(const Softmax& s, i64 tiles) {
+  for (i64 l = 0; l < s.lanes; l += VW) {
+    vf sink = load_part(s.sinks + l, std::min<i64>(VW, s.heads - l)), top = sink;
+    for (i64 t = 0, i = 0; t < tiles; t++) {
+      i64 end = tiles == 1 ? s.n : s.tile_end(t);
+      for (i64 j = i; j < end; j++) {
+        vf x = load(s.scores + j * s.lanes + l) * s.scale;
+        store(s.scores + j * s.lanes + l, x);
+        top = vmax(top, x);
+      }
+      for (; i < end; i++) store(s.scores + i * s.lanes + l, load(s.scores + i * s.lanes + l) - top);
+      store(s.tops + t * s.lanes + l, top);
     }
-    store(total + l, sink - top);
-    for (i64 i = 0; i < n; i++) store(scores + i * lanes + l, load(scores + i * lanes + l) - top);
+    for (i64 t = 0; t < tiles; t++) store(s.tops + t * s.lanes + l, load(s.tops + t * s.lanes + l) - top);
+    store(s.total + l, sink - top);
   }
-  for (i64 i = 0; i < n * lanes; i++) scores[i] = exp1(scores[i]);
-  for (i64 l = 0; l < lanes; l++) total[l] = exp1(total[l]);
-  for (i64 l = 0; l < lanes; l += VW) {
-    vf sum = load(total + l);
-    for (i64 i = 0; i < n; i++) sum += load(scores + i * lanes + l);
-    store(total + l, sum);
+}
+
+template <bool O>
+static void softmax(const Softmax& s) {
+  i64 tiles = O ? s.tiles() : 1;
+  relative_scores(s, tiles);
+  for (i64 i = 0; i < s.n * s.lanes; i++) s.scores[i] = exp1(s.scores[i]);
+  for (i64 i = 0; i < tiles * s.lanes; i++) s.tops[i] = exp1(s.tops[i]);
+  for (i64 l = 0; l < s.lanes; l++) s.total[l] = exp1(s.total[l]);
+  for (i64 l = 0; l < s.lanes; l += VW) {
+    vf sum = load(s.total + l);
+    for (i64 t = 0, i = 0; t < tiles; t++) {
+      vf part = {}, factor = load(s.tops + t * s.lanes + l);
+      for (i64 end = tiles == 1 ? s.n : s.tile_end(t); i < end; i++) {
+        vf p = load(s.scores + i * s.lanes + l);
+        part += p;
+        if (O) store(s.scores + i * s.lanes + l, bf16_lanes(p) * factor);
+      }
+      sum += part * factor;
+    }
+    store(s.total + l, sum);
   }
-  if (O)
-    for (i64 i = 0; i < n * lanes; i++) scores[i] = bf16(scores[i]);
 }
 
 // out [M heads][columns] of NV vectors: chains over the keys in order
@@ -155,10 +187,10 @@ static void weigh_heads(const float* const* keys, i64 n, const float* p, i64 lan
 template <bool O>
 static void attention_row(const AttentionArgs* a, i64 r) {
   i64 d = a->keys.d, heads = a->heads, lanes = head_lanes(heads);
-  i64 most = a->span + (!a->entries ? 0 : a->selection ? a->selected : (a->keys.pass->positions[r] + 1) / a->ratio);
+  i64 most = a->span + (!a->entries.data ? 0 : a->selection ? a->selected : (a->keys.pass->positions[r] + 1) / a->ratio);
   const float** keys = scratch<const float*>(EXTRA, most + 8);
-  i64 n = list_keys(a, r, keys);
-  float *q = scratch(QT, d * lanes), *s = scratch(SCORES, (n + 9) * lanes), *total = s + n * lanes;
+  i64 window, n = list_keys(a, r, keys, &window), tiles = n / ENTRY_TILE + 3;
+  float *q = scratch(QT, d * lanes), *s = scratch(SCORES, (n + tiles + 1) * lanes), *total = s + n * lanes;
   heads_last(a->q + r * heads * d, heads, d, lanes, q);
   for (i64 l = 0; l < lanes; l += VW) {
     vf got[8];
@@ -172,7 +204,7 @@ static void attention_row(const AttentionArgs* a, i64 r) {
       store(s + i * lanes + l, got[0]);
     }
   }
-  softmax_lanes<O>(s, n, lanes, heads, a->sinks, (float)(1.0 / std::sqrt((double)d)), total);
+  softmax<O>({n, window, lanes, heads, (float)(1.0 / std::sqrt((double)d)), a->sinks, s, total, total + lanes});
   float* out = a->out + r * heads * d;
   constexpr i64 STEP = VW >= 16 ? 4 : 2;
   for (i64 at = 0; at < d; at += STEP * VW) weigh_heads<STEP>(keys, n, s, lanes, heads, at, d - at, out, d);
@@ -198,7 +230,7 @@ struct CompressArgs {
   i64 ratio, dim, overlap, index;
   float* ring;
   i64 ring_size;
-  float* entries;
+  Entries entries;
   const float *cos, *sin;  // of the entry a row would close
   i64 half, flags;
 };
@@ -236,7 +268,7 @@ template <bool O>
 static void close_entry(const CompressArgs* a, const KeyArgs& raw, i64 r) {
   const Pass& p = *a->pass;
   i64 e = p.positions[r] / a->ratio, d = a->dim;
-  float* y = a->entries + entry_line(p, p.slots[r], e, p.page_size / a->ratio) * d;
+  float* y = entry_at(p, a->entries, p.slots[r], e);
   pool(a, raw, r, y);
   for (i64 i = 0; i < d; i++) y[i] = act<O>(y[i]);
   rms_row<O>(y, a->norm_weight, (float)a->norm_eps, y, d);
@@ -270,8 +302,8 @@ struct IndexArgs {
   const float* q;
   i64 heads, d;
   const float* weights;
-  const float* keys;
-  i64 ratio, per_page, top_k, width;  // width: columns of out
+  Entries keys;
+  i64 ratio, top_k, width;  // width: columns of out
   const float *cos, *sin;
   i64 half;
   i64* out;
@@ -302,7 +334,7 @@ static void index_scores(const IndexArgs* a, i64 r, i64 visible, u64* ranks) {
     const float* keys[8];
     i64 n = std::min<i64>(8, visible - e);
     for (i64 j = 0; j < 8; j++)  // missing lanes repeat the last key
-      keys[j] = a->keys + entry_line(p, slot, e + std::min(j, n - 1), a->per_page) * d;
+      keys[j] = entry_at(p, a->keys, slot, e + std::min(j, n - 1));
     vf sum[8] = {}, got[8];
     for (i64 l = 0; l < lanes; l += VW) {
       dots<8>(keys, q + l, lanes, d, got);

@@ -31,6 +31,7 @@ from firesteel.ops.types import (
 
 PASS = struct.Struct("9q")
 MAX_STREAMS, MAX_GROUPS = 8, 64
+NO_PAGES = (0, 0, 1, 0)
 KEY = "native"  # of what belongs to a weight or a pass and is made once
 
 
@@ -89,6 +90,13 @@ def _addresses(owner: Any, weights: Any, make: Callable[[], list[int]]) -> int:
     return int(found[1])
 
 
+def _pages(entries: Tensor) -> tuple[int, int, int, int]:
+    """(data, page stride, entries per page, dim) of [P, n, dim] whose pages may lie apart."""
+    stride, lines, dim = entries.stride(), entries.shape[1], entries.shape[2]
+    assert stride[2] == 1 and stride[1] == dim, "a page's entries lie one after another"
+    return entries.data_ptr(), stride[0], lines, dim
+
+
 class _Pass:
     """A pass as the library sees it; lives in the context's scratch."""
 
@@ -134,9 +142,9 @@ class NativeOps(ReferenceOps):
         self._tap = function("tap", "6q")
         self._query = function("query", "5qd5q")
         self._key_value = function("key_value", "5qd5q")
-        self._compress = function("compress", "5qd11q")
-        self._index_select = function("index_select", "15q")
-        self._attention = function("attention", "19q")
+        self._compress = function("compress", "5qd14q")
+        self._index_select = function("index_select", "17q")
+        self._attention = function("attention", "21q")
         self._store_window = function("store_window", "6q")
         self._output = function("output", "7q")
         self._route = function("route", "7qd3q")
@@ -251,12 +259,12 @@ class NativeOps(ReferenceOps):
         return out
 
     def compress(self, x: Tensor, w: Compressor, memory: CompressorMemory, ctx: PassContext) -> None:
-        x, raw, entries = dense(x), memory.raw, memory.entries
-        assert raw.is_contiguous() and entries.is_contiguous(), "compressor memory is written in place"
+        x, raw = dense(x), memory.raw
+        assert raw.is_contiguous(), "the ring is written in place"
         fixed = once(w, _compressor)
         shared = _pass(ctx)
         cos, sin, half, _ = shared.turn(w.ratio, ctx.entry_rotary[w.ratio])
-        places = (raw.data_ptr(), raw.shape[1], entries.data_ptr())
+        places = (raw.data_ptr(), raw.shape[1], *_pages(memory.entries))
         self._compress(shared.address, x.data_ptr(), *fixed[:-1], *places, cos, sin, half, self._flags())
 
     def index_select(
@@ -270,14 +278,14 @@ class NativeOps(ReferenceOps):
         table: str,
         ctx: PassContext,
     ) -> Tensor:
-        q, head_weights, keys = dense(q), dense(head_weights), dense(keys)
+        q, head_weights = dense(q), dense(head_weights)
         rows, heads, d = q.shape
         width = min((ctx.rows.max_position + 1) // ratio, top_k)
         out = torch.empty(rows, width, dtype=torch.int64)
         shared = _pass(ctx)
         cos, sin, half, _ = shared.turn(table, ctx.rotary[table])
-        given = (q.data_ptr(), heads, d, head_weights.data_ptr(), keys.data_ptr())
-        shape = (ratio, ctx.page_size // ratio, top_k, width)
+        given = (q.data_ptr(), heads, d, head_weights.data_ptr(), *_pages(keys))
+        shape = (ratio, top_k, width)
         self._index_select(shared.address, *given, *shape, cos, sin, half, out.data_ptr(), self._flags())
         return out
 
@@ -299,17 +307,14 @@ class NativeOps(ReferenceOps):
         out = torch.empty(rows, heads, d)
         shared = _pass(ctx)
         cos, sin, half, _ = shared.turn(table, ctx.rotary[table])
-        pages = chosen = selected = per_page = 0
-        if entries is not None:
-            entries = dense(entries)
-            pages, per_page = entries.data_ptr(), entries.shape[1]
+        pages, chosen, selected = NO_PAGES, 0, 0
         if selection is not None:
             selection = dense(selection)
             chosen, selected = selection.data_ptr(), selection.shape[1]
-            if not selected:  # nothing visible: no entries at all
-                pages = chosen = 0
+        if entries is not None and (selection is None or selected):
+            pages = _pages(entries)
         keys = (shared.address, kv.data_ptr(), window.data_ptr(), window.shape[1], d)
-        given = (q.data_ptr(), heads, span, sinks.data_ptr(), pages, ratio, per_page, chosen, selected)
+        given = (q.data_ptr(), heads, span, sinks.data_ptr(), *pages, ratio, chosen, selected)
         self._attention(*keys, *given, cos, sin, half, out.data_ptr(), self._flags())
         return out
 

@@ -220,9 +220,14 @@ struct Pass {
   i64 rows, columns, page_size;
 };
 
-INLINE i64 entry_line(const Pass& p, i64 slot, i64 entry, i64 per_page) {  // line of entries [P*per_page, dim]
-  i64 column = std::min(entry / per_page, p.columns - 1);
-  return p.pages[slot * p.columns + column] * per_page + entry % per_page;
+struct Entries {  // pages of per_page entries [dim]; page p begins at data + p*stride
+  float* data;
+  i64 stride, per_page, dim;
+};
+
+INLINE float* entry_at(const Pass& p, const Entries& e, i64 slot, i64 entry) {
+  i64 column = std::min(entry / e.per_page, p.columns - 1);
+  return e.data + p.pages[slot * p.columns + column] * e.stride + entry % e.per_page * e.dim;
 }
 
 #endif

@@ -9,7 +9,9 @@ from firesteel.core import RowBatch, SampleRows
 from firesteel.ops.reference import noise, numeric
 from firesteel.ops.reference.attention import ROW_BLOCK, RunningSoftmax
 from firesteel.ops.reference.shape import ReferenceShape
-from firesteel.ops.types import MarkovHead, PassContext, Proposal, SlotState
+from firesteel.ops.types import Calibration, MarkovHead, PassContext, Proposal, SlotState
+
+MAX_MARGIN = 50.0  # of speculation/survival.py
 
 
 def gather_context(ring: Tensor, rows: RowBatch, pick: Tensor, span: int) -> tuple[Tensor, Tensor]:
@@ -88,6 +90,19 @@ class ReferenceDraft(ReferenceShape):
             torch.stack(confidences, 1) if confidences else None,
             torch.stack(kept, 1) if kept else None,
         )
+
+    def survival(
+        self, proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None
+    ) -> Tensor:
+        if calibration is None:
+            return torch.ones_like(proposal.margin)
+        kind = (state.temperature[slots] > 0).to(torch.int64)
+        margin = torch.log1p(torch.nan_to_num(proposal.margin, nan=0.0).clamp(0.0, MAX_MARGIN))
+        width = margin.shape[1]
+        logit = calibration.depth[kind, :width] + calibration.margin[kind, None] * margin
+        if proposal.confidence is not None:
+            logit = logit + calibration.head[kind, None] * torch.nan_to_num(proposal.confidence, nan=0.0)
+        return torch.cumprod(torch.sigmoid(logit), dim=-1)
 
     def admit(self, decodes: Tensor, drafts: int, state: SlotState) -> Tensor:
         alive = state.alive[decodes]

@@ -2,7 +2,8 @@
 
 A BLAS picks another summation order for another row count, so every product
 here runs in blocks of exactly eight rows: one call shape per weight, hence one
-order. N = 1 is written as a sum of products.
+order. N = 1 is written as a sum of products; other narrow weights get zero
+rows, since below four outputs a BLAS treats the rows of one block differently.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from firesteel.ops.reference import numeric
 from firesteel.ops.types import Experts, Hyper, HyperHead, Linear, Norm, Router
 
 BLOCK = 8
+NARROW = 8  # outputs a product has at least
 ACT_GROUP = 128  # channels per activation scale
 
 
@@ -26,14 +28,16 @@ def matmul_rows(x: Tensor, w: Tensor) -> Tensor:
     """x [R, K] times w [N, K] transposed: float32 [R, N], eight rows at a time."""
     if w.shape[0] == 1:
         return (x * w).sum(-1, keepdim=True)
-    rows = x.shape[0]
-    out = x.new_empty(rows, w.shape[0])
+    rows, wide = x.shape[0], w.shape[0]
+    if wide < NARROW:
+        w = functional.pad(w, (0, 0, 0, NARROW - wide))
+    out = x.new_empty(rows, wide)
     for lo in range(0, rows, BLOCK):
         block = x[lo : lo + BLOCK]
         n = block.shape[0]
         if n < BLOCK:
             block = functional.pad(block, (0, 0, 0, BLOCK - n))
-        out[lo : lo + n] = functional.linear(block.contiguous(), w)[:n]
+        out[lo : lo + n] = functional.linear(block.contiguous(), w)[:n, :wide]
     return out
 
 

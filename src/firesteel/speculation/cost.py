@@ -1,0 +1,193 @@
+"""What a step costs: measured at start, corrected while it runs.
+
+    step_ms(rows) = table(rows) * correction(rows) + rows * context_ms * (mean context / 1000)
+
+``table`` comes from replaying real steps (head, sampling and commit included).
+It is a staircase where graphs have buckets and piecewise linear where they do
+not. Drafting has its own table by (requests, width). The online correction is
+a slow average of measured over predicted time, so a wrong table heals.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+RATE = 0.05  # weight of one new measurement in the correction
+DEPARTS = 1.3  # a step this far from its prediction is reported
+
+
+class CostError(ValueError):
+    """A cost table that must not be used here; says why and what to do."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured prices of one model on one machine.
+
+    rows, step_ms: price of a step by rows at ``context`` tokens per request.
+    context_ms: added per row and thousand tokens of context beyond that.
+    draft: width -> price of a drafting pass by ``requests``.
+    staircase: whether prices between two entries are those of the next one.
+    """
+
+    fingerprint: str
+    rows: tuple[int, ...]
+    step_ms: tuple[float, ...]
+    context: int
+    context_ms: float
+    requests: tuple[int, ...]
+    draft: Mapping[int, tuple[float, ...]]
+    staircase: bool = False
+
+    def __post_init__(self) -> None:
+        ok = len(self.rows) == len(self.step_ms) >= 1 and list(self.rows) == sorted(set(self.rows))
+        widths = all(len(v) == len(self.requests) for v in self.draft.values())
+        prices = [*self.step_ms, *(p for v in self.draft.values() for p in v)]
+        if not (ok and widths and all(np.isfinite(p) and p > 0 for p in prices)):
+            raise CostError("cost table: needs ascending rows and positive finite prices; profile again")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "fingerprint": self.fingerprint,
+            "rows": list(self.rows),
+            "step_ms": list(self.step_ms),
+            "context": self.context,
+            "context_ms": self.context_ms,
+            "requests": list(self.requests),
+            "draft": {str(k): list(v) for k, v in self.draft.items()},
+            "staircase": self.staircase,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
+        """Rebuild; raises CostError on anything malformed."""
+        try:
+            return cls(
+                fingerprint=str(raw["fingerprint"]),
+                rows=tuple(int(r) for r in raw["rows"]),
+                step_ms=tuple(float(v) for v in raw["step_ms"]),
+                context=int(raw["context"]),
+                context_ms=float(raw["context_ms"]),
+                requests=tuple(int(r) for r in raw["requests"]),
+                draft={int(k): tuple(float(p) for p in v) for k, v in raw["draft"].items()},
+                staircase=bool(raw.get("staircase", False)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as err:
+            raise CostError(f"cost table: malformed ({err}); profile again") from err
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, fingerprint: str) -> CostTable:
+        """Read and refuse a table of another model, machine or build."""
+        try:
+            raw = json.loads(Path(path).read_text())
+        except (OSError, json.JSONDecodeError) as err:
+            raise CostError(f"{path}: no readable cost table ({err}); profile again") from err
+        table = cls.from_json(raw)
+        if table.fingerprint != fingerprint:
+            raise CostError(
+                f"{path}: measured for {table.fingerprint!r}, this is {fingerprint!r}; profile again on this machine"
+            )
+        return table
+
+
+@dataclass
+class CostModel:
+    """Prices steps and learns from measured ones."""
+
+    table: CostTable
+    corrections: Floats = field(default_factory=lambda: np.ones(0))
+    draft_correction: float = 1.0
+    departures: int = 0
+    measured: int = 0
+
+    def __post_init__(self) -> None:
+        self._rows = np.array(self.table.rows, dtype=np.float64)
+        # more rows never cost less: a size dearer than a larger one was mismeasured
+        self._ms = np.minimum.accumulate(np.array(self.table.step_ms)[::-1])[::-1]
+        self.corrections = np.ones(len(self._rows))
+
+    def step_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
+        """Predicted milliseconds for each row count; ``context``: mean tokens per row."""
+        rows = np.asarray(rows)
+        corrected = self._ms * self.corrections
+        if self.table.staircase:
+            at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
+            out = corrected[at] * np.maximum(rows / self._rows[at], 1.0)
+        else:
+            out = np.interp(rows, self._rows, corrected)
+            last = self._rows[-1]
+            slope = (corrected[-1] - corrected[0]) / max(last - self._rows[0], 1.0)
+            out = out + np.maximum(rows - last, 0) * slope
+        beyond = (self.table.context if context is None else context) - self.table.context
+        return np.maximum(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
+
+    def draft_ms(self, requests: int, width: int) -> float:
+        """Predicted milliseconds of a drafting pass."""
+        if requests == 0 or width == 0 or not self.table.draft:
+            return 0.0
+        widths = sorted(self.table.draft)
+        prices = [float(np.interp(requests, self.table.requests, self.table.draft[w])) for w in widths]
+        over = requests / self.table.requests[-1]
+        return float(np.interp(width, widths, prices)) * max(over, 1.0) * self.draft_correction
+
+    def observe(self, rows: int, predicted_ms: float, measured_ms: float) -> bool:
+        """Learn from a whole step; True if it departed from its prediction by more than 1.3x."""
+        if rows <= 0 or not np.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
+            return False
+        self.measured += 1
+        ratio = float(np.clip(measured_ms / predicted_ms, 0.2, 5.0))
+        near = np.exp(-np.abs(np.log((self._rows + 1) / (rows + 1))))  # neighbours learn with it
+        self.corrections *= np.exp(RATE * near * np.log(ratio))
+        np.clip(self.corrections, 0.02, 50.0, out=self.corrections)
+        self.draft_correction = float(np.clip(self.draft_correction * ratio ** (RATE / 2), 0.02, 50.0))
+        departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
+        self.departures += departed
+        return departed
+
+
+def from_samples(
+    fingerprint: str,
+    steps: Sequence[tuple[int, int, float]],
+    drafts: Sequence[tuple[int, int, float]],
+    staircase: bool = False,
+) -> CostTable:
+    """A table from measured (rows, context, ms) and (requests, width, ms).
+
+    The shortest context is the base; longer ones give the context term by
+    least squares over their surplus.
+    """
+    contexts = sorted({c for _, c, _ in steps})
+    if not contexts:
+        raise CostError("cost table: no measured steps; profile again")
+    base = {r: ms for r, c, ms in steps if c == contexts[0]}
+    surplus = [
+        (r * (c - contexts[0]) / 1000.0, ms - base[r]) for r, c, ms in steps if c > contexts[0] and r in base
+    ]
+    norm = sum(x * x for x, _ in surplus)
+    slope = max(sum(x * y for x, y in surplus) / norm, 0.0) if norm else 0.0
+    requests = tuple(sorted({n for n, _, _ in drafts}))
+    draft = {w: tuple(ms for _, ms in sorted((n, ms) for n, k, ms in drafts if k == w)) for _, w, _ in drafts}
+    rows = tuple(sorted(base))
+    return CostTable(
+        fingerprint,
+        rows,
+        tuple(base[r] for r in rows),
+        contexts[0],
+        slope,
+        requests or (1,),
+        draft,
+        staircase,
+    )
