@@ -33,6 +33,16 @@ def _parser() -> argparse.ArgumentParser:
     _model_options(demo)
     demo.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
+    ev = sub.add_parser("eval", help="exact match on worked problems")
+    _model_options(ev)
+    ev.add_argument("--problems", default=None, help="JSONL in GSM8K's form (default: the 500 shipped ones)")
+    ev.add_argument("--held-out", action="store_true", help="the shipped templates that training never saw")
+    ev.add_argument("--limit", type=int, default=None, help="use the first N problems")
+    ev.add_argument("--arms", default="none", help="comma-separated: none, fixed 5, fixed 7, adaptive")
+    ev.add_argument("--mode", default="both", choices=("chat", "thinking", "both"))
+    ev.add_argument("--max-num-seqs", type=int, default=32, help="problems that run at once")
+    ev.add_argument("--json", default=None, metavar="FILE", help="write the result here")
+
     inspect = sub.add_parser("inspect", help="what a checkpoint holds, or must hold")
     inspect.add_argument("path", help="checkpoint folder, or a config.json alone")
     inspect.add_argument("--plan", action="store_true", help="add a memory plan")
@@ -161,6 +171,50 @@ def _demo(args: argparse.Namespace) -> int:
     return run_demo(_llm(args), as_json=args.json)
 
 
+def _eval(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from firesteel.bench.report import write_json
+    from firesteel.config import ParameterError
+    from firesteel.eval.gsm import ARMS, HELD_OUT, PROBLEMS, read_problems, run_arms
+
+    problems = read_problems(args.problems or (HELD_OUT if args.held_out else PROBLEMS), args.limit)
+    arms = [a.strip() for a in args.arms.split(",")]
+    unknown = [a for a in arms if a not in ARMS]
+    if unknown:
+        raise ParameterError(f"arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    modes = {"chat": [False], "thinking": [True], "both": [False, True]}[args.mode]
+    settings = {"numerics": args.numerics, "backend": args.backend, "threads": args.threads}
+    settings |= {"max_num_seqs": args.max_num_seqs, "max_model_len": args.max_model_len}
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(name: str, done: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=len(problems))
+            bar.update(tasks[name], completed=done)
+
+        result = run_arms(args.model, problems, arms, modes, settings, progress)
+    table = Table("arm", "mode", "problems", "exact match", "± standard error", "tokens/s", "tokens per engine step")
+    for s in result["scores"]:
+        table.add_row(
+            s["arm"],
+            s["mode"],
+            str(s["problems"]),
+            f"{s['exact_match']:.4f}",
+            f"{s['standard_error']:.4f}",
+            f"{s['tokens'] / s['seconds']:.1f}",
+            f"{s['tokens'] / s['steps']:.2f}",
+        )
+    Console().print(table)
+    if result["identical_texts"] is not None:
+        Console().print(f"identical texts in all arms: {result['identical_texts']}")
+    write_json(result, args.json)
+    return 0
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from firesteel.inspect import run_inspect
 
@@ -174,7 +228,7 @@ def _inspect(args: argparse.Namespace) -> int:
     )
 
 
-COMMANDS = {"generate": _generate, "chat": _chat, "demo": _demo, "inspect": _inspect}
+COMMANDS = {"generate": _generate, "chat": _chat, "demo": _demo, "eval": _eval, "inspect": _inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

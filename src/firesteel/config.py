@@ -315,6 +315,8 @@ class EngineConfig:
     max_waiting: requests that may queue; more are refused.
     prefix_caching: reuse of common prefixes.
     speculative: speculative decoding, or None for none.
+    threads: CPU threads of one op, for the whole process; None: one for small
+        models, whose ops are too short to share, else torch's own choice.
     swap_gib: host memory for preempted requests; beyond it they are recomputed.
     debug_sync: any host/device synchronisation without a name is an error.
     debug_poison: after each step overwrite all state that no longer counts with NaN.

@@ -270,6 +270,12 @@ def test_seeds(llm: LLM) -> None:
     assert top[0].seed == 2**64 - 1 and top[0].token_ids != top[1].token_ids
 
 
+def test_every_position_has_its_own_noise(llm: LLM) -> None:
+    """At a temperature where noise alone decides, tokens differ from position to position."""
+    wild = SamplingParams(max_tokens=12, temperature=100.0, ignore_eos=True, seed=9)
+    assert len(set(llm.generate([prompt(5)], wild)[0].token_ids)) > 8
+
+
 def test_samples_of_one_prompt(llm: LLM) -> None:
     """n answers differ, share the seed, and the first is the only one of n = 1."""
     hot = SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True, seed=5)

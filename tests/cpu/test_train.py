@@ -245,7 +245,7 @@ def test_greedy_does_not_depend_on_the_guess() -> None:
     model = build(Numerics(False, torch.float32))
     prompts = [[0, 5, 9, 33], [0, 7, 8, 9, 10, 11, 50]]
     plain = greedy(model, prompts, [[], []], limit=12)
-    good = greedy(model, prompts, [plain[0], plain[1][:5] + [4, 4]], limit=12)
+    good = greedy(model, prompts, [plain[0], [*plain[1][:5], 4, 4]], limit=12)
     assert plain == good
     steps = [list(prompts[0])]
     for _ in range(12):

@@ -147,71 +147,75 @@ class Toy:
             s.draft_logits = torch.zeros(draws + 1, self.depth, self.vocab)
         one = QTensor.dense(torch.eye(self.vocab))
         self.head = MarkovHead(tables.markov.clone(), ops.linear_weight(one), None)
-        self.slots = torch.arange(draws)
 
-    def draft(self, width: int) -> None:
-        """One drafting pass for all requests, as the runner does it."""
+    def draft(self, slots: Tensor, width: int) -> None:
+        """One drafting pass for ``slots``, as the runner does it."""
         s, ops = self.state, self.ops
         heat = s.temperature.clone()
         if self.greedy_drafts:
             s.temperature[:] = 0.0
-        at = (s.cursor[self.slots] - START).unsqueeze(-1) + torch.arange(width)
-        base = self.tables.base[at.clamp_max(self.depth - 1)]
+        at = (s.cursor[slots] - START).unsqueeze(-1) + torch.arange(width)
         proposal = ops.markov_walk(
-            base,
-            torch.zeros(self.draws, width, 1),
+            self.tables.base[at.clamp_max(self.depth - 1)],
+            torch.zeros(len(slots), width, 1),
             self.head,
-            self.slots,
+            slots,
             s,
             shaped=self.shaped,
             rejection=self.rule != "coupled",
             keep_logits=self.rule == "dense",
         )
         s.temperature[:] = heat
-        s.passes[self.slots] += 1
-        s.draft_len[self.slots], s.drafts[self.slots, :width] = width, proposal.tokens
-        s.survival[self.slots, :width] = 1.0
+        s.passes[slots] += 1
+        s.draft_len[slots], s.drafts[slots, :width] = width, proposal.tokens
+        s.survival[slots, :width] = 1.0
         if s.draft_logits is not None:
             assert proposal.logits is not None
-            s.draft_logits[self.slots, :width] = proposal.logits
+            s.draft_logits[slots, :width] = proposal.logits
         if self.spoil is not None:
             self.spoil(s)
 
-    def verify(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    def verify(self, slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """One target step with ``width`` drafts each: (tokens [G, width+1], count [G], accepted [G])."""
         s, ops, none = self.state, self.ops, torch.zeros(0, dtype=torch.int64)
-        widths = ops.admit(self.slots, width * self.draws, s)
+        widths = ops.admit(slots, width * len(slots), s)
         rows, samples = ops.build_rows(
-            s, PromptRows(none, none, none, none, none, none), self.slots, widths, int(widths.sum()), 0
+            s, PromptRows(none, none, none, none, none, none), slots, widths, int(widths.sum()), 0
         )
         at = (rows.positions - START).clamp(0, self.depth - 1)
         logits = self.tables.target[at, rows.tokens]
         positions = rows.positions[samples.rows] + 1
-        slots = rows.slots[samples.rows]
+        owner = rows.slots[samples.rows]
         if self.shaped:
-            logits = ops.shape(logits, slots, positions, s)
+            logits = ops.shape(logits, owner, positions, s)
         if self.rule == "coupled":
-            tokens, finite = ops.sample(logits, slots, positions, s)
+            tokens, finite = ops.sample(logits, owner, positions, s)
         else:
             tokens, finite = ops.sample_rejection(logits, samples, positions, s)
         verdict = ops.commit(tokens, finite, rows, samples, s, width + 1)
         assert int(verdict.finished.sum()) == 0
-        s.draft_len[self.slots] = 0
+        s.draft_len[slots] = 0
         return verdict.tokens, verdict.count, verdict.accepted
 
     def blocks(self, length: int, width: int) -> Tensor:
-        """The first ``length`` emitted tokens of every request [G, length], over as many steps as it takes."""
+        """The first ``length`` emitted tokens of every request [G, length], over as many steps as it takes.
+
+        ``first_drafts`` [G, width] and ``first_accepted`` [G] keep what happened in the first step.
+        """
         out = torch.full((self.draws, length + width + 1), -1)
         have = torch.zeros(self.draws, dtype=torch.int64)
-        while int(have.min()) < length:
-            self.draft(width)
-            tokens, count, _ = self.verify(width)
+        slots = torch.arange(self.draws)
+        while len(slots):
+            self.draft(slots, width)
+            drafts = self.state.drafts[slots, :width].clone()
+            tokens, count, accepted = self.verify(slots, width)
+            if len(slots) == self.draws:
+                self.first_drafts, self.first_accepted = drafts, accepted
             for j in range(width + 1):
-                line = (j < count) & (have < length)
-                out[self.slots[line], have[line]] = tokens[line, j]
+                line = slots[j < count]
+                out[line, have[line]] = tokens[j < count, j]
                 have[line] += 1
-            # requests that are ahead wait at the end of the tables, where nothing is counted any more
-            self.state.cursor.clamp_(max=START + self.depth)
+            slots = slots[have[slots] < length]
         return out[:, :length]
 
 

@@ -28,6 +28,7 @@ from firesteel.speculation.policy import Adaptive, Policy
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.tokenizer import Tokenizer
 
+SMALL = 1024  # hidden size up to which one op is too short to be worth a second thread
 BUNDLED = Path(__file__).parent.parent / "checkpoint" / "demo"
 
 
@@ -65,12 +66,12 @@ def build_engine(
 ) -> Built:
     """Load a checkpoint (the bundled one if ``path`` is None) and make its engine."""
     folder = BUNDLED if path is None else Path(path)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     device = torch.device("cpu")
     config = V4Config.load(folder)
+    threads = settings.threads or (1 if config.hidden_size <= SMALL else torch.get_num_threads())
+    torch.set_num_threads(threads)
     choice = select(settings.backend, Numerics(settings.numerics == "official"))
-    notes = [f"ops: {choice.ops.name}", f"numerics: {settings.numerics}"]
+    notes = [f"ops: {choice.ops.name}", f"numerics: {settings.numerics}", f"threads: {threads}"]
     notes += [f"ops {name} not used: {why}" for name, why in choice.reasons.items()]
     length = model_length(config, settings)
     with open_checkpoint(folder, config, drafter=settings.speculative is not None) as checkpoint:

@@ -163,6 +163,8 @@ class Compressor(nn.Module):
 class Indexer(nn.Module):
     """Scores compressed entries for every query token."""
 
+    spin: Tensor
+
     def __init__(self, cfg: V4Config, num: Numerics):
         super().__init__()
         self.heads, self.dim, self.num = cfg.index_n_heads, cfg.index_head_dim, num

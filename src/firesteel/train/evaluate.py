@@ -98,7 +98,7 @@ def exact_match(model: V4Train, tok: Tokenizer, problems: list[gsm.Problem], thi
 
     prompts = [ids(gsm.prompt(p.question, thinking)) for p in problems]
     tag = gsm.THINK if thinking else gsm.END_THINK
-    guesses = [ids(gsm.reply(p, thinking).removeprefix(tag)) + [EOS] for p in problems]
+    guesses = [[*ids(gsm.reply(p, thinking).removeprefix(tag)), EOS] for p in problems]
     outputs = greedy(model, prompts, guesses)
     texts = tok.decode_batch(outputs, skip_special_tokens=False)
     flags = []

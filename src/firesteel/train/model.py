@@ -27,6 +27,9 @@ from firesteel.train.sinkhorn import sinkhorn
 class Gate(Weight):
     """Routing: sqrt(softplus) scores; experts by token id (hash layers) or by score + bias."""
 
+    bias: Tensor
+    tid2eid: Tensor
+
     def __init__(self, cfg: V4Config, hashed: bool, num: Numerics):
         super().__init__(cfg.n_routed_experts, cfg.hidden_size)
         self.topk, self.scale, self.hashed, self.num = (
@@ -122,6 +125,13 @@ class MoE(nn.Module):
 class Block(nn.Module):
     """One layer on ``hc_mult`` residual streams."""
 
+    hc_attn_fn: Tensor
+    hc_attn_base: Tensor
+    hc_attn_scale: Tensor
+    hc_ffn_fn: Tensor
+    hc_ffn_base: Tensor
+    hc_ffn_scale: Tensor
+
     def __init__(self, cfg: V4Config, layer: int, num: Numerics):
         super().__init__()
         self.num, self.eps, self.hc_eps = num, cfg.rms_norm_eps, cfg.hc_eps
@@ -185,6 +195,9 @@ class Output:
 
 class V4Train(nn.Module):
     """The target model. Call it on token rows; :meth:`logits` turns hidden states into logits."""
+
+    main: Tensor
+    compress: Tensor
 
     def __init__(self, cfg: V4Config, num: Numerics):
         super().__init__()

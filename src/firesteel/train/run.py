@@ -27,15 +27,15 @@ from firesteel.train import data, gsm, sinkhorn
 from firesteel.train.attention import Numerics
 from firesteel.train.evaluate import continue_text, exact_match
 from firesteel.train.export import export, load
-from firesteel.train.model import V4Train
+from firesteel.train.model import Block, V4Train
 from firesteel.train.optim import Optimiser, schedule
 
 EVAL_SEED = 2026
 PROBES = (
-    "<｜begin▁of▁sentence｜>import os\nimport sys\n\n\ndef read_lines(path):\n",
-    "<｜begin▁of▁sentence｜>class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self,",
-    "<｜begin▁of▁sentence｜>Fellow citizens of the Senate and of the House of Representatives:\n\nThe condition of",
-    "<｜begin▁of▁sentence｜>HAMLET.\nTo be, or not to be,",
+    "import os\nimport sys\n\n\ndef read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self,",
+    "Fellow citizens of the Senate and of the House of Representatives:\n\nThe condition of",
+    "HAMLET.\nTo be, or not to be,",
 )
 
 
@@ -136,8 +136,10 @@ class Trainer:
         worst = []
         for layer, count in zip(self.model.layers, loads, strict=True):
             worst.append(count.max() / count.mean())
-            if not layer.ffn.gate.hashed:
-                layer.ffn.gate.bias += rate * torch.sign(count.mean() - count)
+            assert isinstance(layer, Block)
+            gate = layer.ffn.gate
+            if not gate.hashed:
+                gate.bias += rate * torch.sign(count.mean() - count)
         return torch.stack(worst).max()
 
     def save(self) -> None:
@@ -244,7 +246,7 @@ def finish(trainer: Trainer, problems: list[gsm.Problem], tok: Tokenizer, opt: a
             report["held_out"] = {"right": score.right, "total": score.total, "texts": score.texts}
             trainer.say(f"held-out templates, chat: {score.rate:.3f} of {score.total}")
         for text in PROBES:
-            out = continue_text(model, tok, text)
+            out = continue_text(model, tok, gsm.BOS + text)
             trainer.say(f"--- {text!r}\n{out}")
             report.setdefault("probes", []).append([text, out])
     report["evaluation_seconds"] = time.monotonic() - began
@@ -268,6 +270,7 @@ def options() -> argparse.Namespace:
     args.add_argument("--problems", type=int, default=500)
     args.add_argument("--no-compile", dest="compile", action="store_false")
     args.add_argument("--profile", action="store_true", help="write profile.txt after training (GPU)")
+    args.add_argument("--start", type=Path, help="begin from an exported folder, with a fresh optimiser")
     args.add_argument("--resume", type=Path, help="a state.pt of an earlier run")
     opt = args.parse_args()
     opt.out.mkdir(parents=True, exist_ok=True)
@@ -286,6 +289,8 @@ def main(cfg: V4Config | None = None) -> None:
     )
     if trainer.device.type == "cuda":
         trainer.say(f"sinkhorn kernel differs by {sinkhorn.check_kernel(trainer.device):.2e}")
+    if opt.start:
+        trainer.model.load_state_dict(load(opt.start, trainer.num).state_dict())
     if opt.resume:
         trainer.resume(opt.resume)
     trainer.train(batches)

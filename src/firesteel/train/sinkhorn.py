@@ -32,7 +32,9 @@ def sinkhorn_plain(c: Tensor, iters: int, eps: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(x_ptr, y_ptr, s_ptr, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    def _forward_kernel(  # type: ignore[no-untyped-def]
+        x_ptr, y_ptr, s_ptr, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr
+    ):
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         four = tl.arange(0, 4)
         live = rows < n
@@ -53,7 +55,9 @@ if triton is not None:
         tl.store(y_ptr + at, c, mask=live[:, None, None])
 
     @triton.jit
-    def _backward_kernel(g_ptr, y_ptr, s_ptr, dx_ptr, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
+    def _backward_kernel(  # type: ignore[no-untyped-def]
+        g_ptr, y_ptr, s_ptr, dx_ptr, n, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr
+    ):
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         four = tl.arange(0, 4)
         live = rows < n

@@ -68,11 +68,23 @@ struct AttentionArgs {
   const float *cos, *sin;
   i64 half;
   float* out;
+  i64 block;  // 1: a draft block, whose rows all see the rows before the group and all of the group
   i64 flags;
 };
 
+static i64 list_block(const AttentionArgs* a, i64 r, const float** out, i64* window) {
+  const Pass& p = *a->keys.pass;
+  i64 n = 0, first = p.first[r], start = p.positions[first];
+  const float* ring = a->keys.ring + p.slots[r] * a->keys.ring_size * a->keys.d;
+  for (i64 t = std::max<i64>(0, start - a->span); t < start; t++) out[n++] = ring + t % a->keys.ring_size * a->keys.d;
+  *window = n;
+  for (i64 i = first; i <= p.last[r]; i++) out[n++] = a->keys.data + i * a->keys.d;
+  return n;
+}
+
 static i64 list_keys(const AttentionArgs* a, i64 r, const float** out, i64* window) {
   const Pass& p = *a->keys.pass;
+  if (a->block) return list_block(a, r, out, window);
   i64 n = 0, at = p.positions[r], slot = p.slots[r];
   for (i64 t = std::max<i64>(0, at - a->span + 1); t <= at; t++) out[n++] = key_at(a->keys, r, t);
   *window = n;
@@ -187,7 +199,8 @@ static void weigh_heads(const float* const* keys, i64 n, const float* p, i64 lan
 template <bool O>
 static void attention_row(const AttentionArgs* a, i64 r) {
   i64 d = a->keys.d, heads = a->heads, lanes = head_lanes(heads);
-  i64 most = a->span + (!a->entries.data ? 0 : a->selection ? a->selected : (a->keys.pass->positions[r] + 1) / a->ratio);
+  const Pass& p = *a->keys.pass;
+  i64 most = a->span + p.last[r] - p.first[r] + 1 + (!a->entries.data ? 0 : a->selection ? a->selected : (p.positions[r] + 1) / a->ratio);
   const float** keys = scratch<const float*>(EXTRA, most + 8);
   i64 window, n = list_keys(a, r, keys, &window), tiles = n / ENTRY_TILE + 3;
   float *q = scratch(QT, d * lanes), *s = scratch(SCORES, (n + tiles + 1) * lanes), *total = s + n * lanes;

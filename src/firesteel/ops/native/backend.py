@@ -13,7 +13,7 @@ from torch import Tensor
 from firesteel.checkpoint.codecs import QTensor
 from firesteel.ops.native.library import function, pack, record
 from firesteel.ops.reference.linear import is_quantised
-from firesteel.ops.reference.noise import TARGET
+from firesteel.ops.reference.noise import DRAFT, PASS_SHIFT, TARGET
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.types import (
     Compressor,
@@ -22,9 +22,11 @@ from firesteel.ops.types import (
     Hyper,
     HyperHead,
     Linear,
+    MarkovHead,
     Norm,
     Numerics,
     PassContext,
+    Proposal,
     Router,
     SlotState,
 )
@@ -144,13 +146,15 @@ class NativeOps(ReferenceOps):
         self._key_value = function("key_value", "5qd5q")
         self._compress = function("compress", "5qd14q")
         self._index_select = function("index_select", "17q")
-        self._attention = function("attention", "21q")
+        self._attention = function("attention", "22q")
         self._store_window = function("store_window", "6q")
         self._output = function("output", "7q")
         self._route = function("route", "7qd3q")
         self._moe = function("moe", "11qd2q")
         self._sample = function("sample", "13q")
         self._head_sample = function("head_sample", "14q")
+        self._walk_logits = function("walk_logits", "9q")
+        self._walk_pick = function("walk_pick", "17q")
 
     def _flags(self) -> int:
         return self._official | torch.get_num_threads() << 8
@@ -315,7 +319,20 @@ class NativeOps(ReferenceOps):
             pages = _pages(entries)
         keys = (shared.address, kv.data_ptr(), window.data_ptr(), window.shape[1], d)
         given = (q.data_ptr(), heads, span, sinks.data_ptr(), *pages, ratio, chosen, selected)
-        self._attention(*keys, *given, cos, sin, half, out.data_ptr(), self._flags())
+        self._attention(*keys, *given, cos, sin, half, out.data_ptr(), 0, self._flags())
+        return out
+
+    def block_attention(
+        self, q: Tensor, kv: Tensor, window: Tensor, span: int, sinks: Tensor, table: str, ctx: PassContext
+    ) -> Tensor:
+        q, kv, window, sinks = dense(q), dense(kv), dense(window), dense(sinks)
+        rows, heads, d = q.shape
+        out = torch.empty(rows, heads, d)
+        shared = _pass(ctx)
+        cos, sin, half, _ = shared.turn(table, ctx.rotary[table])
+        keys = (shared.address, kv.data_ptr(), window.data_ptr(), window.shape[1], d)
+        given = (q.data_ptr(), heads, span, sinks.data_ptr(), *NO_PAGES, 1, 0, 0)
+        self._attention(*keys, *given, cos, sin, half, out.data_ptr(), 1, self._flags())
         return out
 
     def store_window(self, window: Tensor, kv: Tensor, ctx: PassContext) -> None:
@@ -366,7 +383,7 @@ class NativeOps(ReferenceOps):
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState
     ) -> tuple[Tensor, Tensor]:
-        logits = dense(logits)
+        logits, slots, positions = dense(logits), dense(slots), dense(positions)
         out, fields = self._sampling(logits, logits.shape[1], slots, positions, state)
         self._sample(*fields)
         return out
@@ -374,7 +391,7 @@ class NativeOps(ReferenceOps):
     def head_sample(
         self, x: Tensor, head: Linear, slots: Tensor, positions: Tensor, state: SlotState
     ) -> tuple[Tensor, Tensor]:
-        x = dense(x)
+        x, slots, positions = dense(x), dense(slots), dense(positions)
         out, fields = self._sampling(x, head.n, slots, positions, state)
         self._head_sample(*fields, head.data.address)
         return out
@@ -382,10 +399,60 @@ class NativeOps(ReferenceOps):
     def _sampling(
         self, x: Tensor, vocab: int, slots: Tensor, positions: Tensor, state: SlotState
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-        """((tokens, finite) to be filled, fields of the call)."""
-        slots, positions, rows = dense(slots), dense(positions), x.shape[0]
+        """((tokens, finite) to be filled, fields of the call); the caller keeps the dense tensors alive."""
+        rows = x.shape[0]
         tokens, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-        given = (x.data_ptr(), rows, vocab, slots.data_ptr(), positions.data_ptr())
+        fields = self._sampling_fields(x, vocab, slots, positions, state)
+        return (tokens, finite), (*fields, tokens.data_ptr(), finite.data_ptr(), self._flags())
+
+    @staticmethod
+    def _sampling_fields(
+        x: Tensor, vocab: int, slots: Tensor, positions: Tensor, state: SlotState
+    ) -> tuple[int, ...]:
+        """The fields of a sampling call up to its stream."""
+        given = (x.data_ptr(), x.shape[0], vocab, slots.data_ptr(), positions.data_ptr())
         seed = (state.seed_lo.data_ptr(), state.seed_hi.data_ptr(), state.sample.data_ptr())
-        out = (tokens.data_ptr(), finite.data_ptr(), self._flags())
-        return (tokens, finite), (*given, *seed, state.temperature.data_ptr(), TARGET, *out)
+        return (*given, *seed, state.temperature.data_ptr(), TARGET)
+
+    def markov_walk(
+        self,
+        base: Tensor,
+        z: Tensor,
+        head: MarkovHead,
+        slots: Tensor,
+        state: SlotState,
+        *,
+        shaped: bool,
+        rejection: bool,
+        keep_logits: bool,
+    ) -> Proposal:
+        base, slots = dense(base), dense(slots)
+        groups, depth, vocab = base.shape
+        w1, rank, limit = dense(head.w1), head.w2.k, state.history.shape[1] - 1
+        start = state.cursor[slots]
+        stream = torch.full_like(slots, TARGET)
+        if rejection:
+            stream = DRAFT + (state.passes[slots] << PASS_SHIFT)
+        places = (start + torch.arange(depth + 1).unsqueeze(-1)).clamp_max(limit)  # [K + 1, G]
+        tokens = torch.empty(depth + 1, groups, dtype=torch.int64)
+        torch.index_select(state.anchor, 0, slots, out=tokens[0])
+        state.history[slots, places[0]] = tokens[0]
+        margin = torch.empty(depth, groups)
+        embedded, logits = torch.empty(depth, groups, rank), torch.empty(depth, groups, vocab)
+        flags, at = self._flags(), base.data_ptr()
+        assert state.history.is_contiguous(), "the history is written in place"
+        more = (stream.data_ptr(), state.history.data_ptr(), limit + 1)
+        for j in range(depth):
+            into = (embedded[j].data_ptr(), logits[j].data_ptr(), flags)
+            weights = (w1.data_ptr(), tokens[j].data_ptr(), head.w2.data.address)
+            self._walk_logits(*weights, at + 4 * j * vocab, depth * vocab, groups, *into)
+            if shaped:
+                logits[j] = self.shape(logits[j], slots, places[j + 1], state)
+            fields = self._sampling_fields(logits[j], vocab, slots, places[j + 1], state)
+            self._walk_pick(*fields, tokens[j + 1].data_ptr(), 0, flags, *more, margin[j].data_ptr())
+        confidence = None
+        if head.confidence is not None:
+            joined = torch.cat((z, embedded.transpose(0, 1)), -1)
+            confidence = self.linear_f32(joined.flatten(0, 1), head.confidence).view(groups, depth)
+        kept = logits.transpose(0, 1).contiguous() if keep_logits else None
+        return Proposal(tokens[1:].t().contiguous(), margin.t().contiguous(), confidence, kept)

@@ -133,6 +133,8 @@ def _check(code: int, output: str, cxx: str) -> None:
 def load() -> ctypes.CDLL:
     """The library, compiled if need be; raises BuildError."""
     path = library_path()
+    # OpenMP reads this when it is loaded: threads that spin while others hold the cores cost tenfold
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     try:
         return ctypes.CDLL(str(path))
     except OSError as err:

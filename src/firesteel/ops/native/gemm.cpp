@@ -40,8 +40,10 @@ INLINE float e4m3(float x) {  // |x| <= 448 or NaN: to the grid, nearest even
 INLINE float e2m1(float x) {  // |x| <= 6: grid 0 .5 1 1.5 2 3 4 6, ties to the even code
   float a = real(bits(x) & 0x7fffffffu);
   a = a > 6.0f ? 6.0f : a;
-  float inverse = a < 2.0f ? 2.0f : a < 4.0f ? 1.0f : 0.5f;
-  float y = ((a * inverse + 12582912.0f) - 12582912.0f) * (a < 2.0f ? 0.5f : a < 4.0f ? 1.0f : 2.0f);
+  float fine = ((a * 2.0f + 12582912.0f) - 12582912.0f) * 0.5f;
+  float unit = (a + 12582912.0f) - 12582912.0f;
+  float pair = ((a * 0.5f + 12582912.0f) - 12582912.0f) * 2.0f;
+  float high = a < 4.0f ? unit : pair, y = a < 2.0f ? fine : high;
   return real(bits(y) | (bits(x) & 0x80000000u));
 }
 
@@ -87,6 +89,23 @@ static void hadamard(float* x, i64 n) {  // n a power of two
       }
   float scale = (float)(1.0 / std::sqrt((double)n));
   for (i64 i = 0; i < n; i++) x[i] *= scale;
+}
+
+struct RoundArgs {
+  float* x;  // [rows, n], in place
+  i64 rows, n, group, kind;  // kind 0: e4m3, 1: e2m1, 2: Hadamard
+};
+
+EXPORT void fs_round(const RoundArgs* a) {  // the roundings by themselves, for tests
+  for (i64 r = 0; r < a->rows; r++) {
+    float* x = a->x + r * a->n;
+    if (a->kind == 0)
+      e4m3_groups(x, x, a->n, a->group);
+    else if (a->kind == 1)
+      e2m1_groups(x, a->n, a->group);
+    else
+      hadamard(x, a->n);
+  }
 }
 
 static const float* quantised_rows(const float* x, i64 rows, i64 k, Place place) {

@@ -59,15 +59,14 @@ struct MoeArgs {
   i64 flags;
 };
 
-// gate | up [2n] to the activation in front of w2, in place of the gate; `scale` null: 1
+// gate | up [2n] to the activation in front of w2, in place of the gate
 template <bool O>
-static void swiglu(float* g, i64 n, float limit, const float* scale, bool quantised) {
+static void swiglu(float* g, i64 n, float limit, float weight, bool quantised) {
   const float* up = g + n;
   for (i64 i = 0; i < n; i++) {
     float gate = g[i] > limit ? limit : g[i], u = up[i] > limit ? limit : up[i];
     u = u < -limit ? -limit : u;
-    float y = gate / (1.0f + exp1(-gate)) * u;
-    g[i] = scale ? y * *scale : y;
+    g[i] = gate / (1.0f + exp1(-gate)) * u * weight;
   }
   for (i64 i = 0; i < n; i++) g[i] = act<O>(g[i]);
   if (O && quantised) e4m3_groups(g, g, n, 128);
@@ -104,7 +103,7 @@ static void routed(const MoeArgs* a, const float* x, float* parts, int threads) 
   }
   run_jobs(job, jobs, threads);
   parallel(n, threads, [&](i64 i) {
-    swiglu<O>(inner + i * wide, half, (float)a->limit, a->weights + g.from[i], a->w2[0].quantised);
+    swiglu<O>(inner + i * wide, half, (float)a->limit, a->weights[g.from[i]], a->w2[0].quantised);
   });
   jobs = 0;
   for (i64 e = 0; e < a->experts; e++) {
@@ -121,7 +120,7 @@ static void shared_expert(const MoeArgs* a, const float* x, const Weight* w13, c
   float* inner = scratch(INNER, a->rows * wide);
   product(x, a->rows, a->d, w13, inner, wide, O, threads);
   parallel(a->rows, threads, [&](i64 r) {
-    swiglu<O>(inner + r * wide, wide / 2, (float)a->limit, nullptr, w2->quantised);
+    swiglu<O>(inner + r * wide, wide / 2, (float)a->limit, 1.0f, w2->quantised);
   });
   product(inner, a->rows, wide, w2, y, a->d, O, threads);
 }

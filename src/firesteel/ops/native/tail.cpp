@@ -38,6 +38,14 @@ INLINE float uniform1(u32 word) {  // (word + 1/2) * 2^-32, below one
 
 INLINE float gumbel1(u32 word) { return -log1(-log1p1(-uniform1(word))); }
 
+constexpr i64 CHUNK = 256;
+
+static void perturb(const float* x, float heat, const Key& key, u32 id, i64 n, float* out) {  // n <= CHUNK
+  u32 words[CHUNK];
+  philox(key, id, n, words);
+  for (i64 i = 0; i < n; i++) out[i] = x[i] + heat * gumbel1(words[i]);
+}
+
 EXPORT void fs_gumbel(const u32* words, i64 n, float* out) {  // for tests of the noise
   for (i64 i = 0; i < n; i++) out[i] = gumbel1(words[i]);
 }
@@ -70,14 +78,16 @@ static float largest(const float* x, i64 n, bool* odd) {
   return most;
 }
 
+INLINE Key key_of(const SampleArgs* a, i64 r) {
+  i64 slot = a->slots[r];
+  return {(u32)a->seed_lo[slot], (u32)a->sample[slot], (u32)a->positions[r], (u32)a->stream, (u32)a->seed_hi[slot]};
+}
+
 // Lowest id with the best score; false for NaN, +inf or nothing to choose from.
 static bool sample_row(const SampleArgs* a, const float* logits, i64 r) {
-  constexpr i64 CHUNK = 256;
-  i64 slot = a->slots[r], best = 0;
-  float heat = a->temperature[slot], top = -INFINITY, highest = -INFINITY;
-  Key key{(u32)a->seed_lo[slot], (u32)a->sample[slot], (u32)a->positions[r], (u32)a->stream, (u32)a->seed_hi[slot]};
-  u32 words[CHUNK];
-  float noisy[CHUNK];
+  float heat = a->temperature[a->slots[r]], top = -INFINITY, highest = -INFINITY, noisy[CHUNK];
+  Key key = key_of(a, r);
+  i64 best = 0;
   bool odd = false;
   for (i64 at = 0; at < a->vocab; at += CHUNK) {
     i64 n = std::min(CHUNK, a->vocab - at);
@@ -85,9 +95,8 @@ static bool sample_row(const SampleArgs* a, const float* logits, i64 r) {
     float most = largest(score, n, &odd);
     highest = std::max(highest, most);
     if (heat > 0.0f) {
-      philox(key, (u32)at, n, words);
-      for (i64 i = 0; i < n; i++) noisy[i] = score[i] + heat * gumbel1(words[i]);
       bool unused = false;
+      perturb(score, heat, key, (u32)at, n, noisy);
       most = largest(score = noisy, n, &unused);
     }
     if (!(most > top)) continue;
@@ -120,4 +129,61 @@ EXPORT void fs_head_sample(const HeadArgs* a) {  // blocks of rows bound the log
     product(s->logits + at * a->head->k, rows, a->head->k, a->head, logits, s->vocab, false, threads);
     parallel(rows, threads, [&](i64 r) { s->finite[at + r] = sample_row(s, logits + r * s->vocab, at + r); });
   }
+}
+
+// ---- the drafter's walk -----------------------------------------------------------------
+struct WalkArgs {
+  const float* w1;
+  const i64* previous;
+  const Weight* w2;
+  const float* base;  // line g at base + g*step
+  i64 step, groups;
+  float *embedded, *logits;  // [G, r], [G, V]
+  i64 flags;
+};
+
+EXPORT void fs_walk_logits(const WalkArgs* a) {  // base + w1[previous] w2^T
+  i64 rank = a->w2->k, vocab = a->w2->n;
+  for (i64 g = 0; g < a->groups; g++)
+    std::memcpy(a->embedded + g * rank, a->w1 + a->previous[g] * rank, rank * sizeof(float));
+  product(a->embedded, a->groups, rank, a->w2, a->logits, vocab, false, Mode(a->flags).threads);
+  for (i64 g = 0; g < a->groups; g++)
+    for (i64 i = 0; i < vocab; i++) a->logits[g * vocab + i] += a->base[g * a->step + i];
+}
+
+struct PickArgs {
+  SampleArgs sample;  // finite unused
+  const i64* streams;  // [G]
+  i64 *history, length;  // [S, length]
+  float* margin;
+};
+
+// Best and second best perturbed logit; the token goes into the slot's history.
+static void pick_row(const PickArgs* p, i64 g) {
+  const SampleArgs* a = &p->sample;
+  const float* logits = a->logits + g * a->vocab;
+  float heat = a->temperature[a->slots[g]], top = -INFINITY, second = -INFINITY, noisy[CHUNK];
+  Key key = key_of(a, g);
+  key.stream = (u32)p->streams[g];
+  i64 best = 0;
+  for (i64 at = 0; at < a->vocab; at += CHUNK) {
+    i64 n = std::min(CHUNK, a->vocab - at);
+    const float* score = logits + at;
+    if (heat > 0.0f) perturb(score, heat, key, (u32)at, n, noisy), score = noisy;
+    bool unused = false;
+    if (!(largest(score, n, &unused) > second)) continue;
+    for (i64 i = 0; i < n; i++) {
+      if (score[i] > top)
+        second = top, top = score[i], best = at + i;
+      else if (score[i] > second)
+        second = score[i];
+    }
+  }
+  a->tokens[g] = best;
+  p->margin[g] = (top - second) / (heat > 0.0f ? heat : 1.0f);
+  p->history[a->slots[g] * p->length + a->positions[g]] = best;
+}
+
+EXPORT void fs_walk_pick(const PickArgs* p) {
+  parallel(p->sample.rows, Mode(p->sample.flags).threads, [&](i64 g) { pick_row(p, g); });
 }

@@ -1,0 +1,1 @@
+"""Quality measurements that use the package as an honest client."""
