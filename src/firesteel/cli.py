@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from firesteel import __version__
+from firesteel.serve.options import add_options, resolve
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     ev.add_argument("--mode", default="both", choices=("chat", "thinking", "both"))
     ev.add_argument("--max-num-seqs", type=int, default=32, help="problems that run at once")
     ev.add_argument("--json", default=None, metavar="FILE", help="write the result here")
+
+    serve = sub.add_parser("serve", help="an OpenAI-compatible server", allow_abbrev=False)
+    add_options(serve)
 
     inspect = sub.add_parser("inspect", help="what a checkpoint holds, or must hold")
     inspect.add_argument("path", help="checkpoint folder, or a config.json alone")
@@ -197,7 +201,9 @@ def _eval(args: argparse.Namespace) -> int:
             bar.update(tasks[name], completed=done)
 
         result = run_arms(args.model, problems, arms, modes, settings, progress)
-    table = Table("arm", "mode", "problems", "exact match", "± standard error", "tokens/s", "tokens per engine step")
+    table = Table(
+        "arm", "mode", "problems", "exact match", "± standard error", "tokens/s", "tokens per engine step"
+    )
     for s in result["scores"]:
         table.add_row(
             s["arm"],
@@ -213,6 +219,16 @@ def _eval(args: argparse.Namespace) -> int:
         Console().print(f"identical texts in all arms: {result['identical_texts']}")
     write_json(result, args.json)
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    launch = resolve(args)
+    try:
+        from firesteel.serve.main import run_serve
+    except ModuleNotFoundError as err:
+        print(f"firesteel: serve needs {err.name}; pip install 'firesteel[serve]'", file=sys.stderr)
+        return 2
+    return run_serve(launch)
 
 
 def _inspect(args: argparse.Namespace) -> int:

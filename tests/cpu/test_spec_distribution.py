@@ -23,6 +23,7 @@ from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.types import Numerics, SlotState
 
 DRAWS, FEW, VOCAB, DEPTH = 100_000, 20_000, 4, 3
+CAUGHT = 1e-6  # far below what a right rule may show
 RULES = ("coupled", "dense", "one_hot")
 TABLES = Tables.random(VOCAB, DEPTH, seed=5, distance=0.8)
 PLAIN = ReferenceOps(Numerics(official=False))
@@ -52,7 +53,7 @@ def test_blocks_and_acceptance(rule: str, heat: float) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("cut", ({"top_k": 3}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.85}), ids=str)
+@pytest.mark.parametrize("cut", ({"top_k": 3}, {"top_p": 0.9}, {"top_k": 3, "top_p": 0.95}), ids=str)
 def test_truncated_on_both_sides(rule: str, cut: dict[str, float]) -> None:
     machine = Toy(PLAIN, TABLES, rule, 1.0, FEW, **cut)
     assert p_value(machine, **cut) > 1e-4
@@ -106,12 +107,12 @@ def check_acceptance(machine: Toy, **cut: float) -> None:
         among = (accepted >= 1) & (drafts[:, 0] == first)
         if int(among.sum()) > 500:
             hits = int((accepted[among] == 2).sum())
-            _near(hits, int(among.sum()), expected_acceptance(machine.rule, p[1, first], q[1, first]))
+            _near(hits, int(among.sum()), expected_acceptance(machine.rule, p[1, first], q[1, first]), 4.0)
 
 
-def _near(hits: int, draws: int, share: float) -> None:
+def _near(hits: int, draws: int, share: float, sigmas: float = 3.0) -> None:
     sigma = math.sqrt(draws * max(share * (1 - share), 1e-12))
-    assert abs(hits - share * draws) <= 3 * sigma + 1e-6 * draws, (hits / draws, share, sigma / draws)
+    assert abs(hits - share * draws) <= sigmas * sigma + 1e-6 * draws, (hits / draws, share, sigma / draws)
 
 
 def test_acceptance_formula_by_hand() -> None:
@@ -132,7 +133,7 @@ def test_chi_square_by_hand() -> None:
 # ---- wrong rules are seen ------------------------------------------------------------------------
 def test_wrong_argmax_weighed_by_softmax() -> None:
     """Argmax drafts, q from the softmax that they were not drawn from."""
-    assert p_value(Toy(PLAIN, TABLES, "dense", 1.0, FEW, greedy_drafts=True)) < 1e-9
+    assert p_value(Toy(PLAIN, TABLES, "dense", 1.0, FEW, greedy_drafts=True)) < CAUGHT
 
 
 @pytest.mark.parametrize("rule", ("dense", "one_hot"))
@@ -141,7 +142,7 @@ def test_wrong_constant_u(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = SimpleNamespace(**vars(noise))
     stuck.uniform = lambda bits: torch.zeros(bits.shape)
     monkeypatch.setattr(draft, "noise", stuck)
-    assert p_value(Toy(PLAIN, TABLES, rule, 1.0, FEW)) < 1e-9
+    assert p_value(Toy(PLAIN, TABLES, rule, 1.0, FEW)) < CAUGHT
 
 
 class OneTokenResidual(ReferenceOps):
@@ -161,7 +162,7 @@ class OneTokenResidual(ReferenceOps):
 
 def test_wrong_residual() -> None:
     machine = Toy(OneTokenResidual(Numerics(official=False)), TABLES, "dense", 1.0, FEW)
-    assert p_value(machine) < 1e-9
+    assert p_value(machine) < CAUGHT
 
 
 class Trusting(ReferenceOps):
@@ -178,7 +179,7 @@ class Trusting(ReferenceOps):
 
 def test_wrong_trust() -> None:
     machine = Toy(Trusting(Numerics(official=False)), TABLES, "coupled", 1.0, FEW)
-    assert p_value(machine) < 1e-9
+    assert p_value(machine) < CAUGHT
 
 
 def test_wrong_proposal_temperature() -> None:
@@ -188,17 +189,13 @@ def test_wrong_proposal_temperature() -> None:
         assert state.draft_logits is not None
         state.draft_logits *= 0.5
 
-    assert p_value(Toy(PLAIN, TABLES, "dense", 1.0, FEW, spoil=spoil)) < 1e-9
+    assert p_value(Toy(PLAIN, TABLES, "dense", 1.0, FEW, spoil=spoil)) < CAUGHT
 
 
 def test_wrong_shared_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residual draws that reuse the drafter's noise are not independent of what was rejected."""
+    """Whether to accept is decided by a word that the draft was drawn with."""
     shared = SimpleNamespace(**vars(noise))
-    shared.PASS_SHIFT, shared.RESIDUAL = 32, noise.DRAFT
+    shared.ACCEPT = noise.DRAFT
     monkeypatch.setattr(draft, "noise", shared)
-    monkeypatch.setattr(shared, "DRAFT", noise.DRAFT)
-
-    def same_pass(state: SlotState) -> None:
-        state.passes.zero_()
-
-    assert p_value(Toy(PLAIN, TABLES, "dense", 1.0, FEW, spoil=same_pass)) < 1e-9
+    same_pass = Toy(PLAIN, TABLES, "dense", 1.0, FEW, spoil=lambda state: state.passes.zero_())
+    assert p_value(same_pass) < CAUGHT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,14 +207,11 @@ def test_pow2_ceil_is_exact() -> None:
     assert quant.pow2_ceil(x).tolist() == [1.0, 2.0, 1.0, 2.0, 4.0, 2.0**-20, 1.0]
 
 
-def test_learning_and_reload(tmp_path: object) -> None:
+def test_learning_and_reload(tmp_path: Path) -> None:
     """A few steps on one batch lower the loss; the exported folder computes the same logits."""
-    from pathlib import Path
-
     from firesteel.train.export import export, load
     from firesteel.train.optim import Optimiser
 
-    assert isinstance(tmp_path, Path)
     torch.manual_seed(2)
     num = Numerics(True, torch.float32)
     model = V4Train(tiny(), num).train()
@@ -252,3 +250,59 @@ def test_greedy_does_not_depend_on_the_guess() -> None:
         best = model.logits(model(torch.tensor(steps)).hidden)[0, -1].argmax()
         steps[0].append(int(best))
     assert steps[0][4:] == plain[0]
+
+
+def test_numbers_and_steps_are_plain() -> None:
+    from firesteel.train import gsm
+
+    cases = ("36.0", "1,200", "4.50", "-3.0", "7", "half")
+    assert [gsm.plain_number(c) for c in cases] == ["36", "1200", "4.5", "-3", "7", "half"]
+    text = gsm.plain_text("He has 3.0 + 4.05 = 7.05.\n\n  \u2022 14.0 left\n#### 14.0")
+    assert text == "He has 3 + 4.05 = 7.05.\n- 14 left"
+
+
+def test_evaluation_problems_are_the_published_ones_and_never_trained() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    from firesteel.train import gsm
+
+    problems = gsm.evaluation_set(2026, 40)
+    published = gym.create_dataset("gsm_symbolic", seed=2026, size=40)
+    assert [p.question for p in problems] == [published[i]["question"] for i in range(40)]
+    assert gsm.held_out() == (2, 40, 41, 80, 96)
+    kept = tuple(t for t in gsm.TEMPLATES if t not in gsm.held_out())
+    first = gsm.stream(0, frozenset(), kept)()
+    skipping = gsm.stream(0, frozenset([first.question]), kept)
+    drawn = [skipping() for _ in range(60)]
+    assert first.question not in {p.question for p in drawn}
+    assert not {p.template for p in drawn} & set(gsm.held_out())
+
+
+def test_rows_hold_whole_aligned_documents() -> None:
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    pytest.importorskip("reasoning_gym")
+    import firesteel.checkpoint
+    from firesteel.train import data, gsm
+
+    folder = Path(firesteel.checkpoint.__file__).parent / "demo"
+    tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    shape = data.Shape(rows=4, long_rows=1, length=2048)
+    stream = np.random.default_rng(0).integers(30, 3000, 20000).astype(np.uint16)
+    texts = {n: data.Texts(stream, data.line_ends(tok)) for n in ("code", "prose")}
+    mixer = data.Mixer(tok, texts, shape, 3, frozenset())
+    batch = mixer.batch()
+    for i in range(shape.rows):
+        ids, classes = batch["tokens"][i], batch["classes"][i]
+        blocks = batch["blocks"][i].tolist()
+        used = [b for b in blocks if b >= 0]
+        assert used == sorted(used)
+        for number in set(used):
+            start = blocks.index(number) * shape.align
+            assert ids[start] == 0 and classes[start] == gsm.SCAFFOLD
+            assert used.count(number) * shape.align <= (shape.length if i == 0 else shape.short)
+        assert (classes[ids == 2] == gsm.SCAFFOLD).all()
+    for turns in (1, 3):
+        segments = gsm.chat([mixer.problem() for _ in range(turns)], turns == 1, mixer.rng)
+        whole = tok.encode("".join(t for t, _ in segments), add_special_tokens=False).ids
+        assert data.encode(tok, segments).ids.tolist() == whole

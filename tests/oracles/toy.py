@@ -62,9 +62,7 @@ def _row(open_pairs: set[tuple[int, int, int, int]], sizes: Sequence[int], rng: 
         rng.shuffle(values)
         row[k] = max(
             values,
-            key=lambda v: sum(
-                ((m, row[m], k, v) if m < k else (k, v, m, row[m])) in open_pairs for m in row
-            ),
+            key=lambda v: sum(((m, row[m], k, v) if m < k else (k, v, m, row[m])) in open_pairs for m in row),
         )
     return [row[k] for k in range(len(sizes))]
 
@@ -246,6 +244,8 @@ def chi_square(observed: Tensor, p: Tensor) -> float:
     if (~big).any() and float(expected[~big].sum()) > 0:
         cells.append((observed[~big].double().sum().view(1), expected[~big].sum().view(1)))
     o, e = (torch.cat(parts) for parts in zip(*cells, strict=True))
+    if len(o) == 1:
+        return 1.0  # a single possible block
     statistic = ((o - e) ** 2 / e).sum()
     return float(torch.special.gammaincc(torch.tensor((len(o) - 1) / 2.0).double(), statistic / 2))
 
@@ -257,4 +257,3 @@ def coupled_acceptance(p: Tensor, q: Tensor) -> float:
     for i in torch.nonzero(both).flatten().tolist():
         total += 1.0 / float(torch.maximum(p / p[i], q / q[i]).sum())
     return total
-

@@ -49,10 +49,13 @@ class _Call:
     sent: dict[int, int] = field(default_factory=dict)  # request id -> tokens handed out
     cancelled: bool = False
 
-    def post(self, item: Piece | Exception) -> None:
-        """Hand something to the caller's loop, if that still runs."""
-        if not self.loop.is_closed():
+    def post(self, item: Piece | Exception) -> bool:
+        """Hand something to the caller's loop; False if that is gone."""
+        try:
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, item)
+        except RuntimeError:  # the loop is closed, maybe since a moment ago
+            return False
+        return True
 
 
 class AsyncEngine:
@@ -74,19 +77,21 @@ class AsyncEngine:
         self._inbox: queue.Queue[_Call | None] = queue.Queue()
         self._calls: dict[int, _Call] = {}  # by request id
         self._failure: BaseException | None = None
+        self._ended = False  # set before the inbox is emptied for the last time
         self._thread = threading.Thread(target=self._main, name="firesteel-engine", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
         """Whether requests can still be answered."""
-        return self._thread.is_alive() and self._failure is None
+        return self._thread.is_alive() and not self._ended
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
         """Pieces of all samples as they come; raises ParameterError, QueueFull or EngineDead."""
         call = _Call(prompt, params or SamplingParams(), asyncio.get_running_loop())
         self._require_alive()
         self._inbox.put(call)
+        self._require_alive()  # the thread may have ended in between
         left = call.params.n
         try:
             while left:
@@ -124,6 +129,7 @@ class AsyncEngine:
             self._failure = err
             raise
         finally:
+            self._ended = True
             self._fail_all(EngineDead(f"the engine has ended: {self._failure or 'it was shut down'}"))
 
     def _receive(self) -> bool:
@@ -164,11 +170,11 @@ class AsyncEngine:
         done = answer.completion() if answer.finish is not None else None
         if done is not None:
             del self._calls[answer.request_id]
-        call.post(
-            Piece(
-                answer.seq.sample, answer.delta(), tuple(answer.ids[sent:]), tuple(answer.scores[sent:]), done
-            )
+        piece = Piece(
+            answer.seq.sample, answer.delta(), tuple(answer.ids[sent:]), tuple(answer.scores[sent:]), done
         )
+        if not call.post(piece):
+            self._cancel(call)
 
     def _fail_all(self, err: EngineDead) -> None:
         waiting = {id(c): c for c in self._calls.values()}

@@ -75,11 +75,13 @@ class TextStream:
         return len(tokens)
 
     def _extend(self, piece: str) -> None:
-        begin = max(len(self.text) - self._longest + 1, 0)
+        before = len(self.text)
         self.text += piece
         if len(self.ids) < self.params.min_tokens or not piece:
             return
-        hits = [(at, s) for s in self.params.stop if (at := self.text.find(s, begin)) >= 0]
+        # one that ended before this token was too early to count
+        begins = [(max(before - len(s) + 1, 0), s) for s in self.params.stop]
+        hits = [(at, s) for begin, s in begins if (at := self.text.find(s, begin)) >= 0]
         if hits:
             at, self.stopped = min(hits)
             end = at + len(self.stopped) if self.params.include_stop_str_in_output else at

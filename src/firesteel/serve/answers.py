@@ -187,7 +187,8 @@ class ChatChoice(Choice):
         if not self._opened:
             parts = [{"role": "assistant", "content": ""}, *parts]
             self._opened = True
-        carries = self.asked.logprobs or self.asked.return_token_ids
+        asked = self.asked
+        carries = asked.logprobs or asked.return_token_ids or asked.one_token_per_chunk
         if piece.end is not None or (carries and piece.token_ids and not parts):
             parts.append({})
         out: list[dict[str, Any]] = [

@@ -57,6 +57,7 @@ class EngineClient:
         self.state = EngineState.STARTING
         self.info: ModelInfo | None = None
         self.reason = "the engine is still loading"
+        self.failure: str | None = None  # why it can never start
         self.restarts = 0
         self.on_stats: Callable[[Mapping[str, Any]], None] = lambda _: None
         self.on_progress: Callable[[str], None] = lambda _: None
@@ -162,6 +163,7 @@ class EngineClient:
         elif op == "ready":
             self._become_ready(ModelInfo.of(message["info"]))
         elif op == "fatal":
+            self.failure = message["error"]
             self._become(EngineState.FAILED, message["error"])
             self._settled.set()
 

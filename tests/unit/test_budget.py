@@ -1,0 +1,270 @@
+"""The budget against brute force, prices that heal, and survivals that are calibrated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from firesteel.speculation.budget import choose, choose_width, fixed
+from firesteel.speculation.cost import CostError, CostModel, CostTable, from_samples
+from firesteel.speculation.survival import (
+    Calibrator,
+    Coefficients,
+    Outcome,
+    Samples,
+    auc,
+    brier,
+    ece,
+    fit,
+    logistic,
+    sequential_temperatures,
+)
+
+Curve = Callable[[np.ndarray], np.ndarray]
+
+
+def curves() -> dict[str, Curve]:
+    return {
+        "linear": lambda r: 5.0 + 0.3 * r,
+        "flat": lambda r: np.full(len(r), 7.0),
+        "stairs": lambda r: 4.0 + 3.0 * np.ceil(r / 4),
+        "steep": lambda r: 1.0 + 1.0 * r**1.5,
+    }
+
+
+@pytest.mark.parametrize("name", list(curves()))
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_choose_equals_brute_force(name: str, data: st.DataObject) -> None:
+    """Over every subset of drafts: no subset has a better rate than the chosen number of best ones."""
+    gains = np.array(data.draw(st.lists(st.floats(0, 1), max_size=8)))
+    base = data.draw(st.integers(1, 9))
+    extra = data.draw(st.floats(0, 5))
+    room = data.draw(st.integers(0, 10))
+    cost = curves()[name]
+    budget = choose(gains, base, float(base), cost, extra, room)
+    best = max(
+        (base + sum(subset)) / (cost(np.array([base + len(subset)]))[0] + extra)
+        for n in range(min(len(gains), room) + 1)
+        for subset in itertools.combinations(gains, n)
+    )
+    assert budget.drafts <= min(len(gains), room)
+    assert budget.expected_tokens / budget.predicted_ms == pytest.approx(best, rel=1e-9)
+
+
+def test_choose_does_not_stop_at_the_first_descent() -> None:
+    """10 ms up to 64 rows, 14 up to 128: 65 rows are a bad buy, 128 a good one."""
+    survivals = np.full(120, 0.9)
+    budget = choose(survivals, 8, 8.0, lambda r: np.where(r <= 64, 10.0, 14.0), 0.0, 1000)
+    assert budget.drafts == 120 and budget.reason == "every draft pays"
+
+
+def test_choose_ties_take_fewer_and_nan_counts_for_nothing() -> None:
+    assert choose(np.zeros(5), 1, 1.0, lambda r: np.full(len(r), 3.0), 0.0, 9).drafts == 0
+    budget = choose(np.array([np.nan, 0.9, np.nan]), 1, 1.0, lambda r: np.full(len(r), 3.0), 0.0, 9)
+    assert budget.drafts == 1 and budget.expected_tokens == pytest.approx(1.9)
+
+
+def test_reasons_say_what_limited() -> None:
+    flat: Curve = lambda r: np.full(len(r), 3.0)  # noqa: E731
+    steep: Curve = lambda r: r**3.0  # noqa: E731
+    assert choose(np.array([]), 1, 1.0, flat, 0.0, 9).reason == "no drafts to verify"
+    assert choose(np.ones(3), 1, 1.0, flat, 0.0, 0).reason == "no rows left for drafts"
+    assert choose(np.ones(3), 1, 1.0, flat, 0.0, 2).reason == "cut by max_num_batched_tokens"
+    assert (
+        choose(np.full(3, 0.1), 1, 1.0, steep, 0.0, 9).reason
+        == "verifying any draft costs more than it gains"
+    )
+    assert fixed([3, 0, 2], 4).drafts == 4 and "cut" in fixed([3, 0, 2], 4).reason
+    assert fixed([0, 0], 4).drafts == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_width_never_loses_to_any_fixed_setting(data: st.DataObject) -> None:
+    """At the same prices the chosen cycle is at least as fast as no drafting and as every fixed width for all."""
+    requests, k = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 7))
+    p = np.array(data.draw(st.lists(st.floats(0.01, 1), min_size=requests * k, max_size=requests * k)))
+    profiles = np.cumprod(p.reshape(requests, k), axis=1)
+    profiles = profiles[np.argsort(-profiles.sum(1), kind="stable")]
+    cost = curves()[data.draw(st.sampled_from(sorted(curves())))]
+    unit = data.draw(st.floats(0, 2))
+    draft = lambda m, w: 0.5 + unit * m * w**0.5  # noqa: E731
+    plan = choose_width(profiles, 0, 0.0, cost, draft, tuple(range(1, k + 1)), 10_000)
+    plain = requests / cost(np.array([requests]))[0]
+    assert plan.plain_rate == pytest.approx(plain) and plan.rate >= plain * (1 - 1e-9)
+    for w in range(1, k + 1):
+        rows = requests * (1 + w)
+        rate = (requests + profiles[:, :w].sum()) / (cost(np.array([rows]))[0] + draft(requests, w))
+        assert plan.rate >= rate * (1 - 1e-9)
+    assert plan.pays == (plan.rate > plain * (1 + 1e-9))
+
+
+# ---- prices -------------------------------------------------------------------------
+def table(**changes: object) -> CostTable:
+    values: dict[str, object] = {
+        "fingerprint": "here",
+        "rows": (1, 2, 4, 8),
+        "step_ms": (5.0, 5.5, 6.5, 9.0),
+        "context": 64,
+        "context_ms": 0.01,
+        "requests": (1, 4),
+        "draft": {1: (1.0, 2.0), 5: (2.0, 6.0)},
+    }
+    return CostTable(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_prices_between_and_beyond_the_measured() -> None:
+    m = CostModel(table())
+    assert m.step_ms(np.array([1, 3, 8]), 64).tolist() == pytest.approx([5.0, 6.0, 9.0])
+    assert m.step_ms(np.array([16]), 64)[0] > 9.0
+    assert m.step_ms(np.array([4]), 1064)[0] == pytest.approx(6.5 + 4 * 0.01)
+    stairs = CostModel(table(staircase=True))
+    assert stairs.step_ms(np.array([3, 4, 5]), 64).tolist() == pytest.approx([6.5, 6.5, 9.0])
+    assert m.draft_ms(2, 3) == pytest.approx((1.0 + 1 / 3 + 2.0 + 4 / 3) / 2)
+    assert m.draft_ms(0, 3) == 0.0
+
+
+def test_one_mismeasured_size_does_not_raise_the_larger_ones() -> None:
+    poisoned = CostModel(table(step_ms=(5.0, 55.0, 6.5, 9.0)))
+    assert poisoned.step_ms(np.array([2, 4, 8]), 64).tolist() == pytest.approx([6.5, 6.5, 9.0])
+
+
+def test_a_wrong_table_heals_and_departures_are_counted() -> None:
+    m = CostModel(table(step_ms=(50.0, 55.0, 65.0, 90.0)))
+    for _ in range(200):
+        for rows, real in ((1, 5.0), (4, 6.5), (8, 9.0)):
+            m.observe(rows, float(m.step_ms(np.array([rows]), 64)[0]), real)
+    assert m.step_ms(np.array([1, 4, 8]), 64).tolist() == pytest.approx([5.0, 6.5, 9.0], rel=0.1)
+    assert m.departures > 10 and m.measured == 600
+    before = m.corrections.copy()
+    assert not m.observe(0, 1.0, 1.0) and not m.observe(4, 5.0, float("nan"))
+    assert np.array_equal(before, m.corrections)
+
+
+def test_tables_travel_only_to_where_they_belong(tmp_path: object) -> None:
+    file = f"{tmp_path}/cost.json"
+    table().save(file)
+    assert CostTable.load(file, "here") == table()
+    with pytest.raises(CostError, match="measured for 'here', this is 'there'"):
+        CostTable.load(file, "there")
+    with pytest.raises(CostError, match="no readable cost table"):
+        CostTable.load(f"{file}.none", "here")
+    for bad in ({"step_ms": (5.0, 5.5, float("nan"), 9.0)}, {"rows": (1, 2, 2, 8)}, {"draft": {1: (1.0,)}}):
+        with pytest.raises(CostError):
+            table(**bad)
+    with pytest.raises(CostError, match="malformed"):
+        CostTable.from_json({"fingerprint": "x"})
+
+
+def test_samples_give_base_and_context_term() -> None:
+    made = from_samples(
+        "x", [(1, 64, 5.0), (4, 64, 8.0), (1, 1064, 5.2), (4, 1064, 8.8)], [(1, 2, 1.5), (4, 2, 3.0)]
+    )
+    assert made.rows == (1, 4) and made.step_ms == (5.0, 8.0) and made.context_ms == pytest.approx(0.2)
+    assert made.draft == {2: (1.5, 3.0)} and made.requests == (1, 4)
+
+
+# ---- survival -------------------------------------------------------------------------
+def draw(n: int, seed: int, truth: Coefficients) -> Samples:
+    rng = np.random.default_rng(seed)
+    head, margin = rng.normal(0.5, 1.5, n), rng.gamma(1.5, 1.5, n)
+    depth, kind = rng.integers(0, 5, n), rng.integers(0, 2, n)
+    p = truth.probability(head, margin, depth, kind)
+    return Samples(head, margin, depth, kind, (rng.random(n) < p).astype(float))
+
+
+TRUTH = Coefficients(
+    np.array([[1.0, 0.5, 0.0, -0.5, -1.0], [0.0, -0.3, -0.6, -0.9, -1.2]]),
+    np.array([0.6, 0.9]),
+    np.array([1.2, 0.7]),
+    True,
+    True,
+)
+
+
+def test_fit_recovers_what_made_the_data() -> None:
+    got = fit(draw(40_000, 1, TRUTH), Coefficients.prior(5, True, True))
+    assert np.abs(got.depth - TRUTH.depth).max() < 0.2
+    assert np.abs(got.head - TRUTH.head).max() < 0.1 and np.abs(got.margin - TRUTH.margin).max() < 0.15
+    fresh = draw(40_000, 2, TRUTH)
+    p = got.probability(fresh.head, fresh.margin, fresh.depth, fresh.kind)
+    assert ece(p, fresh.accepted) < 0.015
+    blind = fit(draw(40_000, 1, TRUTH), Coefficients.prior(5, False, True))
+    assert blind.head.tolist() == [0.0, 0.0]  # a signal that is not there gets no weight
+    without = blind.probability(fresh.head, fresh.margin, fresh.depth, fresh.kind)
+    assert auc(p, fresh.accepted) > auc(without, fresh.accepted) + 0.02
+
+
+def test_few_samples_stay_near_the_start() -> None:
+    start = Coefficients.prior(5, True, True)
+    one = fit(Samples.of([Outcome(1.0, 1.0, 0, 0, False)]), start)
+    assert np.abs(one.depth - start.depth).max() < 0.5
+    assert np.array_equal(one.depth[1], start.depth[1])  # the other class saw nothing
+
+
+def test_signals_that_are_stuck_or_broken_give_finite_probabilities() -> None:
+    start = Coefficients.prior(3, True, True)
+    odd = np.array([np.nan, np.inf, -np.inf, 0.0])
+    p = start.probability(odd, odd, np.zeros(4, dtype=np.int64), np.zeros(4, dtype=np.int64))
+    assert np.isfinite(p).all() and (p >= 0).all() and (p <= 1).all()
+    got = fit(
+        Samples(
+            np.full(500, np.nan),
+            np.full(500, np.inf),
+            np.zeros(500, dtype=np.int64),
+            np.zeros(500, dtype=np.int64),
+            np.ones(500),
+        ),
+        start,
+    )
+    assert all(np.isfinite(a).all() for a in (got.depth, got.head, got.margin))
+
+
+def test_calibrator_refits_and_reports() -> None:
+    c = Calibrator(Coefficients.prior(5, True, True), keep=4096, every=512)
+    s = draw(4096, 3, TRUTH)
+    outcomes = [
+        Outcome(*v)
+        for v in zip(
+            s.head.tolist(),
+            s.margin.tolist(),
+            s.depth.tolist(),
+            s.kind.tolist(),
+            (s.accepted > 0).tolist(),
+            strict=True,
+        )
+    ]
+    changes = sum(c.add(outcomes[i : i + 64]) for i in range(0, len(outcomes), 64))
+    assert changes == c.refits == 8 and not c.add([])
+    quality = c.quality()
+    assert [q["depth"] for q in quality] == [1, 2, 3, 4, 5]
+    assert all(q["ece"] < 0.12 and q["auc"] > 0.7 for q in quality)
+
+
+def test_measures_on_known_values() -> None:
+    fifth = (np.arange(15_000) % 5 == 0).astype(float)
+    assert ece(np.full(15_000, 0.2), fifth) == pytest.approx(0.0, abs=1e-9)
+    assert ece(np.full(15_000, 0.3), fifth) == pytest.approx(0.1, abs=1e-9)
+    assert ece(np.array([0.9] * 100), np.zeros(100)) == pytest.approx(0.9)
+    assert brier(np.array([1.0, 0.0]), np.array([1.0, 1.0])) == pytest.approx(0.5)
+    assert auc(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0.0, 0.0, 1.0, 1.0])) == pytest.approx(0.75)
+    assert auc(np.array([0.5, 0.5]), np.array([0.0, 1.0])) == pytest.approx(0.5)
+    assert np.isnan(auc(np.array([0.5]), np.array([1.0])))
+
+
+def test_sequential_temperatures_undo_overconfidence() -> None:
+    """Logits twice too large at depth 1 and thrice at depth 2."""
+    rng = np.random.default_rng(0)
+    heads, survived, alive = [], [], np.ones(40_000)
+    for scale in (2.0, 3.0):
+        true = rng.normal(1.0, 1.0, 40_000)
+        alive = alive * (rng.random(40_000) < logistic(true))
+        heads.append(true * scale)
+        survived.append(alive.copy())
+    assert sequential_temperatures(heads, survived) == pytest.approx([2.0, 3.0], rel=0.15)
