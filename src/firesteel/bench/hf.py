@@ -21,10 +21,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from firesteel import LLM, SamplingParams
 from firesteel.bench.report import environment, write_json
 from firesteel.checkpoint import QTensor
+from firesteel.config import SamplingParams
 from firesteel.engine.build import BUNDLED
+from firesteel.engine.llm import LLM
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.config_parse import dump_converted
 from firesteel.models.deepseek_v4.layout import open_checkpoint, write_official
