@@ -52,10 +52,10 @@ $(VENV)/pyvenv.cfg:
 
 $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing firesteel into $(VENV) (torch is large: minutes the first time)"
-	@$(PIP) -e .
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 $(DEV): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing firesteel, its tests and checks into $(VENV) (torch is large: minutes the first time)"
-	@$(PIP) -e '.[test,dev]'
+	@$(PIP) -e '.[test,dev,serve]'
 	@touch $(BASE) $@

@@ -167,6 +167,7 @@ class StepPlan:
     draft_depth: int = 0  # the most drafts of one request that this step can verify
     report_drafts: bool = False  # copy confidences, margins and survivals of new drafts to the host
     calibration: tuple[tuple[tuple[float, ...], ...], tuple[float, ...], tuple[float, ...]] | None = None
+    context: float = 0.0  # mean tokens of context of the sampling requests
     predicted_ms: float = 0.0  # the whole step, drafting included
     forget: tuple[int, ...] = ()  # saved requests that ended
     shaped: bool = False  # some sampling row has its logits changed

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracles import toy
-from oracles.toy import Tables, Toy
 from torch import Tensor
 
 from firesteel.core import SampleRows
@@ -21,6 +19,8 @@ from firesteel.ops.interface import Ops
 from firesteel.ops.reference import draft, noise
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.types import Numerics, SlotState
+from oracles import toy
+from oracles.toy import Tables, Toy
 
 DRAWS, FEW, VOCAB, DEPTH = 100_000, 20_000, 4, 3
 CAUGHT = 1e-6  # far below what a right rule may show

@@ -58,10 +58,13 @@ def small_config(**overrides: Any) -> V4Config:
     return tiny_config(**{**fields, **overrides})
 
 
-def write_model(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
-    """A random checkpoint of ``small_config`` with a byte tokenizer; returns its folder."""
+def write_model(folder: str | Path, seed: int = 0, agreement: float = 0.0, **overrides: Any) -> Path:
+    """A random checkpoint of ``small_config`` with a byte tokenizer; returns its folder.
+
+    ``agreement`` 0..1: how often its drafter is right.
+    """
     config = small_config(**overrides)
-    path = write_random(folder, config, seed)
+    path = write_random(folder, config, seed, agreement=agreement)
     byte_tokenizer(config.vocab_size).save(path)
     return path
 
@@ -135,8 +138,8 @@ def random_params(rng: random.Random, longest: int) -> SamplingParams:
 
 def random_requests(rng: random.Random, count: int, page: int, longest: int) -> list[Request]:
     """Prompts that share stems around page boundaries, with random parameters."""
-    stems = [[rng.randrange(FIRST_BYTE, VOCAB) for _ in range(3 * page)] for _ in range(3)]
-    edges = [1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 2 * page + 1, 3 * page]
+    stems = [[rng.randrange(FIRST_BYTE, VOCAB) for _ in range(3 * page)] for _ in range(2)]
+    edges = [1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 2 * page + 1, 3 * page, 3 * page]
     out = []
     for _ in range(count):
         shared = rng.choice((*edges, rng.randint(0, 3 * page)))
@@ -185,6 +188,7 @@ class Report:
     preemptions: int = 0
     recomputes: int = 0
     cached_tokens: int = 0
+    accepted: int = 0  # drafts
 
     @property
     def total(self) -> int:
@@ -195,15 +199,16 @@ class Report:
 def random_settings(rng: random.Random, number: int, page: int, need: int, debug: float) -> dict[str, Any]:
     """An engine under one kind of pressure or another; ``need``: pages of the largest request.
 
-    Pages are short in three of four episodes, and preempted requests are recomputed in every second.
+    By turns: pages for one large request, twice; some more; plenty. Preempted requests are recomputed in
+    every second episode.
     """
-    tight = number % 4 < 3
+    spare = (0, rng.choice((0, 2)), rng.choice((8, 14, 20)), None)[number % 4]
     return {
-        "max_num_seqs": rng.choice((2, 3, 5)) if tight else rng.choice((1, 4)),
+        "max_num_seqs": rng.choice((1, 3, 5)) if spare is None else rng.choice((4, 5, 8)),
         "max_num_batched_tokens": rng.choice((2, 5, page - 1, page, page + 1, 3 * page)),
-        "num_pages": need + rng.choice((0, 1, 3)) if tight else None,
+        "num_pages": None if spare is None else need + spare,
         "swap_gib": float(number % 2),
-        "prefix_caching": rng.random() < 0.85,
+        "prefix_caching": spare != 0 or rng.random() < 0.5,
         "debug_poison": rng.random() < debug,
         "debug_sync": rng.random() < debug / 2,
     }
@@ -265,6 +270,7 @@ class Episode:
         stats = self.llm.engine.stats()
         self.report.preemptions += stats["preemptions"]
         self.report.recomputes += stats["recomputes"]
+        self.report.accepted += sum(r.accepted for r in self.llm.engine.records)
 
     def compare(self, answer: Answer, want: Completion) -> None:
         """The whole answer, or of an aborted one the part that came."""
@@ -310,12 +316,14 @@ def run_traffic(
     requests: int = 30,
     longest: int = 20,
     debug: float = 0.3,
+    speculative: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Report:
     """``operations`` random operations, each episode on a fresh engine; raises AssertionError on any difference.
 
-    Episode k of a seed is the same whatever ran before: ``first`` starts there. ``page`` must be the page size in force; ``longest`` bounds max_tokens; ``debug`` is the share of
-    episodes with debug modes; ``settings`` go to every engine.
+    Episode k of a seed is the same whatever ran before: ``first`` starts there. ``page`` must be the page
+    size in force; ``longest`` bounds max_tokens; ``debug`` is the share of episodes with debug modes;
+    ``speculative`` goes to the engines under test alone, ``settings`` to all.
     """
     report, number = Report(), first
     settings = {"numerics": "float32", "max_model_len": 4 * page + longest, **settings}
@@ -325,7 +333,7 @@ def run_traffic(
         rng = random.Random(f"{seed}/{number}")
         pool = random_requests(rng, requests, page, longest)
         drawn = random_settings(rng, number, page, need, debug)
-        run = Episode(folder, rng, pool, report, **{**drawn, **settings})
+        run = Episode(folder, rng, pool, report, **{**drawn, **settings, "speculative": speculative})
         for _ in range(min(episode, operations - report.total)):
             run.operate()
         try:
@@ -344,17 +352,19 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="episode to start with")
     parser.add_argument("--page", type=int, default=16, help="tokens per page; V4 has 256")
     parser.add_argument("--numerics", default="float32")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts per step; 0: no speculation")
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, page_size(args.page):
         report = run_traffic(
-            write_model(Path(folder) / "model"),
+            write_model(Path(folder) / "model", agreement=0.8 if args.drafts else 0.0),
             args.seed,
             args.operations,
             first=args.first,
             page=args.page,
+            speculative={"num_speculative_tokens": args.drafts} if args.drafts else None,
             numerics=args.numerics,
             backend=args.backend,
         )

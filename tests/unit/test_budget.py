@@ -201,6 +201,16 @@ def test_fit_recovers_what_made_the_data() -> None:
     assert auc(p, fresh.accepted) > auc(without, fresh.accepted) + 0.02
 
 
+def test_fit_leaves_a_start_that_is_confidently_wrong() -> None:
+    """A head whose logits are far off and mean the opposite: full Newton steps would oscillate."""
+    rng = np.random.default_rng(5)
+    head = rng.normal(0.0, 4.0, 300)
+    n = np.zeros(300, dtype=np.int64)
+    truth = (rng.random(300) < logistic(1.0 - 0.5 * head)).astype(float)
+    got = fit(Samples(head, np.ones(300), n, n + 1, truth), Coefficients.prior(3, True, True))
+    assert got.head[1] == pytest.approx(-0.5, abs=0.2)
+
+
 def test_few_samples_stay_near_the_start() -> None:
     start = Coefficients.prior(5, True, True)
     one = fit(Samples.of([Outcome(1.0, 1.0, 0, 0, False)]), start)
@@ -241,7 +251,9 @@ def test_calibrator_refits_and_reports() -> None:
         )
     ]
     changes = sum(c.add(outcomes[i : i + 64]) for i in range(0, len(outcomes), 64))
-    assert changes == c.refits == 8 and not c.add([])
+    assert (
+        changes == c.refits == 10 and sum(c.seen) == 4096 and not c.add([])
+    )  # at 64, 192, 448, 960, then every 512
     quality = c.quality()
     assert [q["depth"] for q in quality] == [1, 2, 3, 4, 5]
     assert all(q["ece"] < 0.12 and q["auc"] > 0.7 for q in quality)

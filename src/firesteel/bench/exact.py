@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from firesteel.bench.report import environment, write_json
-from firesteel.bench.toys import KINDS, TARGETS, Toys, script
+from firesteel.bench.toys import KINDS, TARGETS, Erratic, Toys, script
 from firesteel.config import SamplingParams
 from firesteel.engine.llm import LLM
 from firesteel.engine.output import Completion
@@ -51,6 +51,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "slots": ("one each", "half", "reversed"),  # half: slots change hands; reversed: last comes first
     "drafter": tuple(KINDS),
     "caps": ("all", "mixed"),  # mixed: some requests cap their drafts or want none
+    "widths": ("fixed", "erratic"),  # erratic: random budgets, random drafters, random block widths
     "poison": (False, True),  # everything rejected becomes NaN after each step
     "numerics": ("float32", "official"),
 }
@@ -194,7 +195,7 @@ class Prover:
             most = max(len(p) + q.max_tokens for p, q in zip(case.prompts, case.params, strict=True))
             need = -(-most // PAGE)
             pages = max(need, (need - 1) * min(slots, values["rows"])) + (3 if values["prefix"] else 0)
-        return LLM(
+        llm = LLM(
             self.toys.folder(values["drafter"]),
             numerics=values["numerics"],
             backend=self.backend,
@@ -208,6 +209,9 @@ class Prover:
             debug_poison=values["poison"],
             speculative={"num_speculative_tokens": values["k"]},
         )
+        if values["widths"] == "erratic":
+            llm.engine.scheduler.policy = Erratic(values["k"], self.seed)
+        return llm
 
     def run(self, values: Mapping[str, Any], answer: int = ANSWER) -> Outcome:
         """One case; every difference is a line in ``mismatches``."""

@@ -1,13 +1,15 @@
 """Small random checkpoints with drafters from perfect to useless, for the exactness proofs.
 
-Two targets: ``model`` has every layer kind and real attention; in ``bigram``
-the layers add nothing, so that the drafter's Markov head can be an exact copy
-of the target. ``script`` lets a drafter propose known answers, which gives
+Three targets. ``deep``: every layer kind, and what the layers add decides the
+tokens. ``model``: the same with a strong bigram, which a drafter can know.
+``bigram``: the layers add nothing, so the drafter's Markov head can be an exact
+copy of the target. ``script`` lets a drafter propose known answers, which gives
 every acceptance length on a target that no small drafter could predict.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +20,15 @@ from torch import Tensor
 
 from firesteel.checkpoint.codecs import QTensor
 from firesteel.config import SamplingParams
+from firesteel.core import Budget
 from firesteel.engine.llm import LLM
 from firesteel.engine.output import Completion
 from firesteel.models.deepseek_v4.config import DSparkConfig, V4Config
 from firesteel.models.deepseek_v4.layout import write_official
 from firesteel.models.deepseek_v4.random_init import random_tensors, tiny_config
 from firesteel.ops.types import Proposal, SlotState
+from firesteel.speculation.policy import Candidate, Drafting, FixedWidth, Load
+from firesteel.speculation.survival import Coefficients
 
 SEED, AGREEMENT = 11, 0.97
 
@@ -32,20 +37,20 @@ SEED, AGREEMENT = 11, 0.97
 class Kind:
     """A drafter: whose, and how good. ``wrong``: share of scripted drafts that are spoilt."""
 
-    target: str = "model"
+    target: str
     scripted: bool = False
     wrong: float = 0.0
 
 
 KINDS: dict[str, Kind] = {
-    "good": Kind(),  # shares the target's bigram
-    "bad": Kind(),  # knows nothing
-    "formats": Kind(),  # experts in FP8, the target's in FP4
+    "good": Kind("model"),  # shares the target's bigram
+    "formats": Kind("model"),  # the same with experts in FP8, the target's in FP4
+    "bad": Kind("deep"),  # knows nothing
     "copy": Kind("bigram"),  # the target itself
-    "told": Kind(scripted=True),  # proposes the answer
-    "misled": Kind(scripted=True, wrong=0.3),  # the answer with errors
+    "told": Kind("deep", scripted=True),  # proposes the answer
+    "misled": Kind("deep", scripted=True, wrong=0.3),  # the answer with errors
 }
-TARGETS = {"model": "good", "bigram": "copy"}  # target -> a kind whose folder holds it
+TARGETS = {"model": "good", "deep": "bad", "bigram": "copy"}  # target -> a kind whose folder holds it
 
 
 def toy_config(**changes: Any) -> V4Config:
@@ -80,12 +85,18 @@ def tensors_of(kind: str, config: V4Config) -> Iterator[tuple[str, QTensor | Ten
     if KINDS[kind].target == "bigram":
         yield from bigram_tensors(config)
         return
+    agreement = AGREEMENT if KINDS[kind].target == "model" else 0.0
     other: dict[str, QTensor | Tensor] = {}
-    if kind == "bad":
+    if kind == "formats":
+        other = dict(random_tensors(config, SEED, expert_format="fp8", agreement=agreement))
+    elif kind == "bad":
         other = dict(random_tensors(config, SEED + 1))
-    elif kind == "formats":
-        other = dict(random_tensors(config, SEED, expert_format="fp8", agreement=AGREEMENT))
-    for name, tensor in random_tensors(config, SEED, agreement=AGREEMENT):
+        assert config.dspark is not None
+        name = f"mtp.{config.dspark.stages - 1}.norm.weight"  # else the anchor's own embedding shows through
+        gain, sign = other[name], torch.arange(config.hidden_size) % 2 * 2 - 1
+        assert isinstance(gain, Tensor)
+        other[name] = (gain * sign).to(gain.dtype)
+    for name, tensor in random_tensors(config, SEED, agreement=agreement):
         yield name, other[name] if name.startswith("mtp.") and name in other else tensor
 
 
@@ -127,9 +138,9 @@ class Toys:
         self.vocab = toy_config().vocab_size
 
     def folder(self, kind: str) -> Path:
-        """Checkpoint folder of a kind; scripted ones are the good one."""
+        """Checkpoint folder of a kind; a scripted drafter needs no weights of its own."""
         if KINDS[kind].scripted:
-            kind = "good"
+            kind = TARGETS[KINDS[kind].target]
         path = self.root / kind
         if not path.exists():
             config = toy_config()
@@ -138,6 +149,30 @@ class Toys:
                 config = replace(config, dspark=replace(config.dspark, markov_rank=config.hidden_size))
             write_official(path, config, tensors_of(kind, config))
         return path
+
+
+class Erratic(FixedWidth):
+    """Verifies any number of drafts and lets anybody draft any width, by chance; the text may not notice."""
+
+    def __init__(self, gamma: int, seed: int):
+        super().__init__(gamma)
+        self.rng = random.Random(seed)
+        self.news: Coefficients | None = Coefficients.prior(gamma, True, True)
+
+    def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
+        """Any number of the drafts that exist."""
+        most = super().budget(candidates, load).drafts
+        return Budget(self.rng.randint(0, most), reason="by chance")
+
+    def drafting(self, candidates: Sequence[Candidate], load: Load) -> Drafting:
+        """Some of those who want drafts, or nobody."""
+        ids = frozenset(c.request_id for c in candidates if c.cap and self.rng.random() < 0.8)
+        return Drafting(ids, self.rng.randint(1, self.gamma) if ids else 0, "by chance")
+
+    def calibration(self) -> Coefficients | None:
+        """Once: survivals then differ, so that requests verify different numbers of drafts."""
+        news, self.news = self.news, None
+        return news
 
 
 def script(

@@ -75,11 +75,13 @@ def build_engine(
     notes += [f"ops {name} not used: {why}" for name, why in choice.reasons.items()]
     length = model_length(config, settings)
     with open_checkpoint(folder, config, drafter=settings.speculative is not None) as checkpoint:
+        if settings.speculative is not None:
+            check_drafter(checkpoint, config, settings.speculative, length)
         target = Target(config, build_target(checkpoint, config, choice.ops, device, progress), choice.ops)
         drafter = None
         if settings.speculative is not None:
             progress("drafter")
-            drafter = make_drafter(checkpoint, config, target, settings.speculative, length, notes)
+            drafter = make_drafter(checkpoint, config, target, settings.speculative, notes)
         checkpoint.finish()
     slots, gamma = settings.slots, settings.gamma
     stages = len(drafter.weights.stages) if drafter is not None else 0
@@ -108,15 +110,8 @@ def build_engine(
     return Built(engine, config, tokenizer, folder, tuple(notes))
 
 
-def make_drafter(
-    checkpoint: Checkpoint,
-    config: V4Config,
-    target: Target,
-    settings: SpeculativeConfig,
-    length: int,
-    notes: list[str],
-) -> Drafter:
-    """The drafter of a checkpoint, or a ParameterError that says why there is none."""
+def check_drafter(checkpoint: Checkpoint, config: V4Config, settings: SpeculativeConfig, length: int) -> None:
+    """Raise ParameterError if this checkpoint cannot draft as asked; before any weight is read."""
     k, layout = settings.num_speculative_tokens, checkpoint.layout
     assert layout is not None, "open_checkpoint checks a layout"
     if config.dspark is None or not layout.drafter:
@@ -127,6 +122,23 @@ def make_drafter(
         )
     if k >= length:
         raise ParameterError(f"num_speculative_tokens={k}: not below max_model_len={length}; lower it")
+    if settings.confidence == "head" and not layout.confidence_head:
+        raise ParameterError(
+            f"confidence='head': {checkpoint.folder} has no tensor '{confidence_name(config)}'; "
+            "set confidence='auto' to estimate survival without it"
+        )
+
+
+def make_drafter(
+    checkpoint: Checkpoint,
+    config: V4Config,
+    target: Target,
+    settings: SpeculativeConfig,
+    notes: list[str],
+) -> Drafter:
+    """The drafter of a checkpoint that ``check_drafter`` let pass."""
+    k, layout = settings.num_speculative_tokens, checkpoint.layout
+    assert layout is not None and config.dspark is not None, "checked before"
     if k > config.dspark.block_size:
         notes.append(
             f"warning: num_speculative_tokens={k} is above the trained block of {config.dspark.block_size}; "
@@ -134,11 +146,6 @@ def make_drafter(
         )
     head = confidence_name(config)
     if not layout.confidence_head:
-        if settings.confidence == "head":
-            raise ParameterError(
-                f"confidence='head': {checkpoint.folder} has no tensor '{head}'; "
-                "set confidence='auto' to estimate survival without it"
-            )
         notes.append(f"no confidence head in the checkpoint ('{head}'): survival is estimated without it")
     notes.append(f"speculation: dspark, K={k}, {settings.acceptance} acceptance")
     use_head = layout.confidence_head and settings.confidence != "none"
@@ -177,4 +184,7 @@ def make_policy(
         notes.append(f"adaptive: calibration from {Path(file).name}")
     else:
         notes.append("adaptive: no calibration file; starting from a prior, refitted from traffic")
-    return Adaptive(gamma, CostModel(table), Calibrator(coefficients), rejection=spec.rejection)
+    policy = Adaptive(gamma, CostModel(table), Calibrator(coefficients), rejection=spec.rejection)
+    if file is not None:
+        policy.learning = 0
+    return policy

@@ -58,6 +58,7 @@ class Engine:
         self._open: dict[int, tuple[Sequence, int]] = {}  # request -> (sequence, tokens handed out)
         self._next_id = 0
         self._host_s = 0.0
+        self._failure: BaseException | None = None
 
     # ---- requests ------------------------------------------------------------
     def add(
@@ -129,7 +130,22 @@ class Engine:
 
     # ---- one turn --------------------------------------------------------------
     def step(self) -> list[Update]:
-        """Launch the next step, commit the one before it, return what is new."""
+        """Launch the next step, commit the one before it, return what is new.
+
+        Whatever a step raises ends the engine: what the device holds is unknown from then on.
+        """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step failed: {self._failure!r}; make a new engine"
+            ) from self._failure
+        try:
+            self._turn()
+        except BaseException as err:  # an interrupt in mid-step, too
+            self._failure = err
+            raise
+        return self._updates()
+
+    def _turn(self) -> None:
         begun = time.perf_counter()
         plan = self.scheduler.plan()
         self._host_s += time.perf_counter() - begun
@@ -137,7 +153,6 @@ class Engine:
             self._flight.append(self.runner.launch(plan))
         if self._flight and (plan is None or len(self._flight) > 1):
             self._commit(self._flight.popleft())
-        return self._updates()
 
     def _commit(self, handle: Handle) -> None:
         result = handle.read()
@@ -175,8 +190,8 @@ class Engine:
         return out
 
     def drain(self) -> None:
-        """Turn the loop until nothing is left in flight (ended requests included)."""
-        while self._flight or self.scheduler.busy:
+        """Turn the loop until nothing is left in flight (ended requests included), or a step has failed."""
+        while self._failure is None and (self._flight or self.scheduler.busy):
             self.step()
 
     def stats(self) -> dict[str, Any]:

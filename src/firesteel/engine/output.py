@@ -131,6 +131,8 @@ class Answer:
         self.scores.extend(update.scores[:kept])
         if self.finish is None:
             self.finish, self.error = update.finish, update.error
+        if self.finish is FinishReason.STOP and not self.params.max_tokens:
+            self.finish = FinishReason.LENGTH  # it was the token that scoring samples and drops
         if self.finish is not None and self.stream is not None:
             self.stream.finish()
 

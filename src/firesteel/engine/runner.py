@@ -24,6 +24,7 @@ from firesteel.engine.sync import SyncGuard
 from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import Target
 from firesteel.ops.types import Calibration, PromptRows, Proposal
+from firesteel.speculation.cost import CostModel
 
 SCORE_BLOCK = 64  # prompt rows whose logits exist at once
 
@@ -92,6 +93,7 @@ class Handle:
     proposal: Proposal | None = None
     survival: Tensor | None = None
     ended: float = 0.0  # on the CPU a step has run when its launch returns
+    virtual_ms: float | None = None  # taken from a cost table instead of a clock
 
     def read(self) -> StepResult:
         """Wait for the step and copy what it decided: the synchronisation "verdict"."""
@@ -100,7 +102,9 @@ class Handle:
                 PromptScores(c.request_id, c.start + 1, tuple(s for part in parts for s in _scores(part)))
                 for c, parts in self.scored
             )
-            ms = ((self.ended or time.perf_counter()) - self.started) * 1e3
+            ms = self.virtual_ms
+            if ms is None:
+                ms = ((self.ended or time.perf_counter()) - self.started) * 1e3
             return StepResult(self._groups(), prompts, self._drafts(), ms)
 
     def _drafts(self) -> tuple[DraftReport, ...]:
@@ -164,6 +168,7 @@ class Runner:
             slots.keep_draft_logits()
         self._saved: dict[int, tuple[Line, Saved]] = {}
         self._calibration: Calibration | None = None
+        self.virtual: CostModel | None = None  # a virtual clock, for benchmarks and tests only
 
     @property
     def saved_bytes(self) -> int:
@@ -183,6 +188,10 @@ class Runner:
             if self.poison:
                 with self.guard.named("debug: poison"):
                     poison(self.memory, self.slots.state)
+        if self.virtual is not None:
+            handle.virtual_ms = self.virtual.price(
+                plan.rows, plan.context, len(plan.drafting), plan.draft_width
+            )
         if self.device.type == "cpu":
             handle.ended = time.perf_counter()
         return handle

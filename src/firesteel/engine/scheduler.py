@@ -167,9 +167,10 @@ class Scheduler:
             draft_depth=self.gamma if board.budget.drafts else 0,
             report_drafts=not isinstance(self.policy, FixedWidth),
             calibration=None if calibration is None else calibration.plain(),
+            context=load.context,
             predicted_ms=self.policy.predict(rows, load.context, draft),
             forget=forget,
-            shaped=any(not s.shaping().neutral for s in sampling),
+            shaped=any(s.shaped for s in sampling),
             random=any(s.params.temperature > 0 for s in sampling),
             logprobs=max((r for r in reports if r is not None), default=-1),
         )
@@ -196,7 +197,8 @@ class Scheduler:
 
     @staticmethod
     def _candidate(seq: Sequence) -> Candidate:
-        return Candidate(seq.request_id, min(seq.ready, seq.draft_cap), seq.draft_cap)
+        kind = int(seq.params.temperature > 0)
+        return Candidate(seq.request_id, min(seq.ready, seq.draft_cap), seq.draft_cap, kind)
 
     @staticmethod
     def _load(group: list[Sequence], rows: int, room: int) -> Load:
@@ -463,7 +465,7 @@ class Scheduler:
         seq.finish = reason
         if reason is FinishReason.ERROR:
             seq.error = "the model's logits were not finite"
-            for key in seq.keys:  # its state may be broken: nobody may reuse it
+            for key in (*seq.keys, *seq.chain):  # what it stored or reused may be broken: nobody may hit it
                 if self.cache is not None:
                     self.cache.forget(key)
 

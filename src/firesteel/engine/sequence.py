@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from firesteel.config import SamplingParams
 from firesteel.core import Admission, FinishReason, Shaping
 from firesteel.engine.runner import TokenScore
 
 
-@dataclass
+@dataclass(eq=False)  # one is itself, whatever it holds
 class Sequence:
     """Host state of one sample of one request.
 
@@ -91,6 +92,11 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether the steps in flight reach the length limit already."""
         return self.known + self.in_flight >= self.max_len
+
+    @cached_property
+    def shaped(self) -> bool:
+        """Whether its logits are changed before they are sampled."""
+        return not self.shaping().neutral
 
     def shaping(self) -> Shaping:
         """What the device must do to the logits."""

@@ -153,7 +153,8 @@ class World:
 
     def batch(self, size: int, rng: random.Random) -> list[Row]:
         """About ``size`` rows: chunks of several requests in random order, with padding now and then."""
-        left, out = size, []
+        left = size
+        out: list[Row] = []
         slots = list(range(self.g.slots))
         rng.shuffle(slots)
         for slot in slots:
@@ -178,7 +179,11 @@ class World:
         slots, positions = zip(*(row or scratch for row in drawn), strict=True)
         tokens = [0 if row is None else int(self.tokens[row]) for row in drawn]
         return RowBatch(
-            *(torch.tensor(v) for v in (tokens, positions, slots, first, last)),
+            tokens=torch.tensor(tokens),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            first=torch.tensor(first),
+            last=torch.tensor(last),
             valid=torch.tensor([row is not None for row in drawn]),
             max_position=max(positions) + 3,
         )
@@ -257,7 +262,7 @@ class World:
 def slot_state(slots: int, vocab: int, length: int, gamma: int = 4, **changes: Tensor) -> SlotState:
     """Neutral per-slot state of ``slots`` lines (scratch included); ``changes`` replaces fields."""
     shapes = {"stop_ids": (4,), "history": (length,), "bias_ids": (0,), "bad_words": (0, 1)}
-    shapes |= {name: (gamma,) for name in ("drafts", "margin", "confidence", "survival")}
+    shapes |= dict.fromkeys(("drafts", "margin", "confidence", "survival"), (gamma,))
     values: dict[str, Any] = {"bias_values": torch.zeros(slots, 0), "allowed": None, "draft_logits": None}
     floats = (
         "temperature",

@@ -51,6 +51,7 @@ from firesteel.tokenizer import Tokenizer, TokenizerError
 log = logging.getLogger("firesteel.serve")
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
+MAX_SAMPLES = 4096  # prompts times n of one request
 LONG_TEXT = 20_000  # characters from which a text is tokenised beside the event loop
 DONE = b"data: [DONE]\n\n"
 
@@ -130,9 +131,8 @@ class Server:
 
     async def show_metrics(self, request: Request) -> Response:
         """Prometheus text."""
-        self.metrics.up.set(1 if self.client.state is EngineState.READY else 0)
-        self.metrics.restarts.set(self.client.restarts)
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self.metrics.text(self.client.state is EngineState.READY, self.client.restarts)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
         """The description of this API."""
@@ -224,6 +224,18 @@ class Server:
         text = self._require_tokenizer("tokens").decode(asked.tokens, skip_special=False)
         return Json({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """The names of the tokens that evaluation harnesses ask for."""
+        tokenizer = self._require_tokenizer("tokenizer")
+        info = self.client.require_ready()
+
+        def name(index: int) -> str:
+            return tokenizer.token_bytes(index).decode("utf-8", "replace")
+
+        ends = [name(i) for i in info.eos_token_ids[:1]]
+        body = {"bos_token": name(info.bos_token_id), "eos_token": ends[0] if ends else None}
+        return Json({"tokenizer_class": "firesteel", **body, "chat_template": None})
+
     # ---- text --------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -266,19 +278,23 @@ class Server:
         return info
 
     async def _answer(self, request: Request, job: Job) -> Response:
-        timer = RequestTimer(self.metrics)
+        timer = RequestTimer(self.metrics, len(job.choices))
+        if len(job.choices) > MAX_SAMPLES:
+            raise bad("prompt", f"{len(job.choices)} samples; at most {MAX_SAMPLES} per request")
         if not job.asked.stream:
             return Json(await unless_gone(request, self._whole(job, timer)))
         stack = contextlib.AsyncExitStack()
         opened = stack.enter_async_context(self.client.open(job.prompts, job.params))
         pieces = await unless_gone(request, opened)
+        stack.callback(timer.close)
         return EventStream(self._events(job, pieces, timer), stack.aclose)
 
     async def _whole(self, job: Job, timer: RequestTimer) -> dict[str, Any]:
         async with self.client.open(job.prompts, job.params) as pieces:
-            async for at, piece in pieces:
-                timer.note(at, piece)
-                job.take(at, piece)
+            with contextlib.closing(timer):
+                async for at, piece in pieces:
+                    timer.note(at, piece)
+                    job.take(at, piece)
         return {
             **self._head(job, job.kind),
             "choices": [choice.final() for choice in job.choices],  # type: ignore[attr-defined]
@@ -339,8 +355,8 @@ def create_app(
 
     get: dict[str, Callable[[Request], Any]] = {
         "/health": server.health, "/ping": server.health, "/ready": server.ready, "/version": server.version,
-        "/metrics": server.show_metrics, "/openapi.json": server.openapi, "/v1/models": server.models,
-        "/v1/models/{name:path}": server.model,
+        "/metrics": server.show_metrics, "/openapi.json": server.openapi, "/tokenizer_info": server.tokenizer_info,
+        "/v1/models": server.models, "/v1/models/{name:path}": server.model,
     }  # fmt: skip
     post: dict[str, Callable[[Request], Any]] = {
         "/v1/completions": server.completions, "/v1/chat/completions": server.chat,

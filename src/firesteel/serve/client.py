@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
@@ -22,6 +23,8 @@ from firesteel.serve.messages import LENGTH, ModelInfo, Piece, pack, plain_param
 if TYPE_CHECKING:
     from firesteel.engine.frontend import Frontend
     from firesteel.serve.worker import Worker
+
+log = logging.getLogger("firesteel.serve")
 
 
 class EngineState(Enum):
@@ -247,9 +250,10 @@ class ThreadEngine(EngineClient):
         self.worker = Worker(frontend, send)
         try:
             self.worker.run()
-        except BaseException as err:
+        except Exception as err:
+            log.exception("the engine has died")
             self._post(self._become, EngineState.DEAD, f"the engine has died: {type(err).__name__}: {err}")
-            raise
+            return
         self._post(self._become, EngineState.STOPPED, "the engine was stopped")
 
 

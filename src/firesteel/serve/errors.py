@@ -11,6 +11,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+MAX_MESSAGE = 2000  # characters; messages quote what was sent
 _NAMED = re.compile(r"([a-z][a-z_0-9]*(?:\[\d+\])?(?:\.[A-Za-z_0-9.\[\]]+)?)(?:=|:)")
 
 
@@ -31,6 +32,8 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
+        if len(message) > MAX_MESSAGE:
+            message = message[: MAX_MESSAGE // 2] + " ... " + message[-MAX_MESSAGE // 2 :]
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 

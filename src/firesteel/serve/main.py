@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import sys
 import time
 from types import FrameType
 
 import uvicorn
+from prometheus_client import disable_created_metrics
 
 from firesteel.serve.app import ServeOptions, Server, create_app
 from firesteel.serve.client import EngineClient, EngineState
@@ -29,6 +31,14 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._server, self._client, self._seconds = server, client, seconds
         self._deadline = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets=sockets)
+        scheme = "https" if self.config.is_ssl else "http"
+        for each in (s for server in self.servers for s in server.sockets):
+            host, port = each.getsockname()[:2]
+            log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the signal."""
@@ -54,8 +64,10 @@ def run_serve(launch: Launch) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     for note in launch.notes:
         log.info("%s", note)
+    disable_created_metrics()
     client = EngineProcess(launch.model, launch.settings)
     options = ServeOptions(launch.names, launch.api_keys, launch.max_request_bytes, launch.cors_origins)
     servers: list[Server] = []

@@ -92,10 +92,10 @@ class Metrics:
         self.verified = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
         self.verified_at = self._counter(
-            "spec_decode_num_draft_tokens_per_pos", "Drafts verified, of ended samples", "position"
+            "spec_decode_num_draft_tokens_per_pos", "Drafts verified, by place in the block", "position"
         )
         self.accepted_at = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, of ended samples", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by place in the block", "position"
         )
         self.budget = self._counter("spec_decode_budget", "Draft rows that steps were given")
         self.expected = self._counter("spec_decode_expected_tokens", "Tokens the budget choice expected")
@@ -144,6 +144,7 @@ class Metrics:
         self._grow(self.recomputes, "recomputes", now["recomputes"])
         self._grow(self.queries, "queries", now["prefix"].get("prompt_tokens", 0))
         self._grow(self.hits, "hits", now["prefix"].get("hit_tokens", 0))
+        self._grow(self.drafts, "drafts", next(iter(message["depth"]["verified_at"]), 0))
         for name, counter in (("verified_at", self.verified_at), ("accepted_at", self.accepted_at)):
             for at, total in enumerate(message["depth"][name]):
                 self._grow(counter.labels(str(at)), f"{name}{at}", total)
@@ -170,7 +171,6 @@ class Metrics:
         if not step["drafts"]:
             self.inactive.labels(step["reason"] if self._gamma else OFF).inc()
             return
-        self.drafts.inc(min(step["decodes"], verified))
         self.budget.inc(step["drafts"])
         self.verified.inc(verified)
         self.accepted.inc(accepted)
@@ -190,8 +190,13 @@ class Metrics:
                 log.warning("acceptance is exactly %s over %d verified drafts", rate, verified)
             gauge.set(1 if alarm else 0)
 
-    def text(self) -> bytes:
-        """The exposition format."""
+    def text(self, up: bool, restarts: int) -> bytes:
+        """The exposition format; of a dead engine nothing runs."""
+        self.up.set(1 if up else 0)
+        self.restarts.set(restarts)
+        if not up:
+            self.running.set(0)
+            self.waiting.set(0)
         return generate_latest(self.registry)
 
 
@@ -207,9 +212,10 @@ class _Sample:
 
 @dataclass
 class RequestTimer:
-    """Measures one HTTP request's samples as their pieces pass."""
+    """Measures one HTTP request's samples as their pieces pass; ``expected`` of them."""
 
     metrics: Metrics
+    expected: int
     arrived: float = field(default_factory=time.perf_counter)
     samples: dict[tuple[int, int], _Sample] = field(default_factory=dict)
 
@@ -231,6 +237,12 @@ class RequestTimer:
         if piece.end is not None:
             self._end(sample, piece, now)
 
+    def close(self) -> None:
+        """Nothing more will be sent: samples that have not ended were left by their client, or lost."""
+        if self.expected > 0:
+            self.metrics.finished.labels("abort").inc(self.expected)
+        self.expected = 0
+
     def _repetition(self, sample: _Sample, ids: list[int]) -> None:
         for token in ids:
             sample.run = sample.run + 1 if token == sample.token else 1
@@ -242,6 +254,7 @@ class RequestTimer:
     def _end(self, sample: _Sample, piece: Piece, now: float) -> None:
         m, end = self.metrics, piece.end
         assert end is not None, "checked by the caller"
+        self.expected -= 1
         m.finished.labels(end.finish_reason).inc()
         made = end.usage["completion_tokens"]
         if piece.index == 0:

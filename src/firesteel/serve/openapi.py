@@ -27,6 +27,7 @@ _GET = {
     "/health": ("200 unless the engine is dead", ("503",)),
     "/ready": ("200 if a request sent now would be answered", ("503",)),
     "/version": ("The server's version", ()),
+    "/tokenizer_info": ("Names of special tokens", ("401", "503")),
     "/metrics": ("Prometheus metrics", ()),
     "/v1/models": ("The served model", ("401",)),
 }

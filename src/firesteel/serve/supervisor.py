@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import firesteel
 from firesteel.serve.client import EngineClient, EngineState
 from firesteel.serve.messages import LENGTH, body_length, pack
 
@@ -88,6 +87,7 @@ class EngineProcess(EngineClient):
         finally:
             theirs.close()  # so that its death is the end of our stream
         process = self._process
+        log.info("engine process %d", process.pid)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             self._send(self._first)
@@ -111,7 +111,7 @@ class EngineProcess(EngineClient):
 
 
 def _spawn(link: socket.socket) -> subprocess.Popen[bytes]:
-    root = str(Path(firesteel.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
     return subprocess.Popen(
         [sys.executable, "-m", "firesteel.serve.worker", str(link.fileno())],

@@ -54,7 +54,7 @@ class Worker:
         self._send, self._clock = send, clock
         self.inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._calls: dict[int, _Call] = {}
-        self._owner: dict[int, _Call] = {}  # by request id of the engine
+        self._owner: dict[int, tuple[_Call, Answer]] = {}  # by request id of the engine
         self._waiting: dict[int, Answer] = {}  # those that have not entered a slot yet
         self._steps_sent = 0
         self._stats_at = 0.0
@@ -122,7 +122,7 @@ class Worker:
             return
         call = self._calls[call_id] = _Call(call_id, params, self._clock(), answers, len(answers))
         for answer in answers:
-            self._owner[answer.request_id] = call
+            self._owner[answer.request_id] = (call, answer)
             call.sent[answer.request_id] = 0
             self._waiting[answer.request_id] = answer
         self._send({"op": "accepted", "id": call_id})
@@ -132,7 +132,7 @@ class Worker:
         for answer in call.answers if call is not None else ():
             if self._owner.pop(answer.request_id, None) is not None:
                 self._waiting.pop(answer.request_id, None)
-                self._count_depths(answer)
+                self._add_depths(self._depth, answer)
                 self.frontend.drop(answer, FinishReason.ABORT)
 
     # ---- messages out --------------------------------------------------------
@@ -143,11 +143,11 @@ class Worker:
             seq = answer.seq
             if seq.slot >= 0 or seq.planned or seq.finish is not None:
                 del self._waiting[rid]
-                self._owner[rid].entered[rid] = now
+                self._owner[rid][0].entered[rid] = now
 
     def _piece(self, answer: Answer) -> list[Any]:
         rid = answer.request_id
-        call = self._owner[rid]
+        call, _ = self._owner[rid]
         sent, call.sent[rid] = call.sent[rid], len(answer.ids)
         text, end = answer.delta(), None
         if answer.finish is not None:
@@ -163,7 +163,7 @@ class Worker:
         call.left -= 1
         if call.left == 0:
             self._calls.pop(call.id, None)
-        self._count_depths(answer)
+        self._add_depths(self._depth, answer)
         done = answer.completion()
         n = call.params.prompt_logprobs
         prompt = None
@@ -180,8 +180,9 @@ class Worker:
             "error": done.error,
         }
 
-    def _count_depths(self, answer: Answer) -> None:
-        for name, total in self._depth.items():
+    @staticmethod
+    def _add_depths(totals: dict[str, list[int]], answer: Answer) -> None:
+        for name, total in totals.items():
             counts = getattr(answer.seq, name)
             total.extend([0] * (len(counts) - len(total)))
             for depth, count in enumerate(counts):
@@ -211,7 +212,19 @@ class Worker:
             )
         if records:
             self._steps_sent = self.engine.records[-1].step
-        return {"op": "stats", "counters": self.engine.stats(), "depth": self._depth, "steps": records[::-1]}
+        return {
+            "op": "stats",
+            "counters": self.engine.stats(),
+            "depth": self._depths(),
+            "steps": records[::-1],
+        }
+
+    def _depths(self) -> dict[str, list[int]]:
+        """Drafts verified and accepted by depth, of ended and open samples."""
+        out = {name: list(total) for name, total in self._depth.items()}
+        for _, answer in self._owner.values():
+            self._add_depths(out, answer)
+        return out
 
 
 def _score(score: TokenScore, top: int) -> list[Any]:

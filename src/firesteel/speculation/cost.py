@@ -143,6 +143,11 @@ class CostModel:
         over = requests / self.table.requests[-1]
         return float(np.interp(width, widths, prices)) * max(over, 1.0) * self.draft_correction
 
+    def price(self, rows: int, context: float, requests: int, width: int) -> float:
+        """Milliseconds of a whole step: its rows, and drafting ``width`` for ``requests``."""
+        step = float(self.step_ms(np.array([rows]), context)[0]) if rows else 0.0
+        return step + self.draft_ms(requests, width)
+
     def observe(self, rows: int, predicted_ms: float, measured_ms: float) -> bool:
         """Learn from a whole step; True if it departed from its prediction by more than 1.3x."""
         if rows <= 0 or not np.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:

@@ -8,7 +8,7 @@ committed step says, so a plan can be sent to other ranks as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ from firesteel.speculation.cost import CostModel
 from firesteel.speculation.survival import Calibrator, Coefficients, Outcome
 
 Floats = NDArray[np.float64]
+SHRINK = 4.0  # drafting passes at which a request counts as much as all requests
+FADE = 0.02  # per step
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Candidate:
     request_id: int
     ready: int  # drafts that exist and that it lets be verified
     cap: int  # drafts it lets be verified at most
+    kind: int = 1  # temperature class: 0 greedy, 1 sampled
     weight: float = 1.0
 
 
@@ -139,7 +142,8 @@ class _Profile:
 
     usual: Floats  # survival by depth, averaged over its recent drafting passes
     latest: tuple[float, ...] = ()
-    pending: Proposed | None = None
+    pending: Proposed | None = None  # drafts whose fate is not known yet
+    last: Proposed | None = None
     seen: int = 0
 
 
@@ -156,6 +160,7 @@ class Adaptive:
     calibrator: Calibrator
     probe_share: float = 0.01  # of step time, spent on looking again where drafting does not pay
     period: int = 8  # steps between searches for who drafts and how wide
+    learning: int = 128  # outcomes of a class to see before its calibration is trusted; 0 with a file
     rejection: bool = False
     profiles: dict[int, _Profile] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
@@ -177,6 +182,8 @@ class Adaptive:
     # ---- questions ---------------------------------------------------------------
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
         """The best B over all drafts that exist."""
+        if any(self._learns(c) for c in candidates):
+            return replace(fixed([c.ready for c in candidates], load.room), reason="learning how drafts fare")
         gains = [
             c.weight * np.asarray(self._expected(c)[: c.ready], dtype=np.float64)
             for c in candidates
@@ -186,6 +193,10 @@ class Adaptive:
         return choose(
             flat, load.rows, load.sampling, lambda rows: self.cost.step_ms(rows, load.context), 0.0, load.room
         )
+
+    def _learns(self, c: Candidate) -> bool:
+        """Whether too little is known of its temperature class to trust any prediction."""
+        return self.calibrator.seen[c.kind] < self.learning
 
     def _expected(self, c: Candidate) -> Sequence[float]:
         profile = self.profiles.get(c.request_id)
@@ -198,6 +209,13 @@ class Adaptive:
         able = [c for c in candidates if c.cap > 0]
         if not able:
             return Drafting(frozenset(), 0, "no request wants drafts")
+        new = frozenset(c.request_id for c in able if self._learns(c))
+        if new:
+            return Drafting(new, self.gamma, "learning how drafts fare")
+        for c in able:  # what is known of a request that does not draft fades
+            profile = self.profiles.get(c.request_id)
+            if profile is not None and not c.ready:
+                profile.usual += FADE * (self._mean - profile.usual)
         order = sorted(able, key=lambda c: (-c.weight * float(self._usual(c).sum()), c.request_id))
         self._age += 1
         if self._plan is None or self._age >= self.period or len(able) != self._planned_for:
@@ -214,7 +232,9 @@ class Adaptive:
 
     def _usual(self, c: Candidate) -> Floats:
         profile = self.profiles.get(c.request_id)
-        usual: Floats = (self._mean if profile is None or not profile.seen else profile.usual).copy()
+        usual: Floats = self._mean.copy()
+        if profile is not None:  # its own drafts count the more of them there are
+            usual += profile.seen / (profile.seen + SHRINK) * (profile.usual - usual)
         usual[c.cap :] = 0.0
         return usual
 
@@ -244,8 +264,7 @@ class Adaptive:
 
     def predict(self, rows: int, context: float, drafting: Drafting) -> float:
         """The price of the step and of its drafting pass."""
-        step = float(self.cost.step_ms(np.array([rows]), context)[0])
-        return step + self.cost.draft_ms(len(drafting.request_ids), drafting.width)
+        return self.cost.price(rows, context, len(drafting.request_ids), drafting.width)
 
     def calibration(self) -> Coefficients | None:
         """The coefficients, once after every change."""
@@ -263,10 +282,37 @@ class Adaptive:
             if v.verified and not v.ended:
                 outcomes.extend(self._outcomes(profile.pending, v))
             profile.pending = None
-        self.changed |= self.calibrator.add(outcomes)
+        if self.calibrator.add(outcomes):
+            self._recalibrate()
         for p in proposed:
             self._take(p)
         self.cost.observe(timing.rows, timing.predicted_ms, timing.measured_ms)
+
+    def _recalibrate(self) -> None:
+        """New coefficients: what was predicted with the old ones is predicted again."""
+        self.changed, self._plan = True, None
+        self._mean = self.calibrator.usual(self.gamma)
+        for profile in self.profiles.values():
+            if profile.last is not None:
+                profile.latest = self._survival(profile.last)
+                profile.usual = self._filled(profile.latest)
+
+    def _survival(self, p: Proposed) -> tuple[float, ...]:
+        """Survival of a block under the present coefficients."""
+        n = len(p.margin)
+        conditional = self.calibrator.coefficients.probability(
+            np.asarray(p.head or (0.0,) * n), np.asarray(p.margin), np.arange(n), np.full(n, p.kind)
+        )
+        return tuple(float(v) for v in np.cumprod(conditional))
+
+    def _filled(self, survival: Sequence[float]) -> Floats:
+        """Survival at all depths; a shorter pass says nothing of deeper drafts than what is usual."""
+        full = np.zeros(self.gamma)
+        values = np.nan_to_num(np.asarray(survival, dtype=np.float64), nan=0.0).clip(0.0, 1.0)
+        full[: len(values)] = values
+        for j in range(len(values), self.gamma):
+            full[j] = full[j - 1] * self._mean[j] / max(self._mean[j - 1], 1e-6) if j else 0.0
+        return full
 
     @staticmethod
     def _outcomes(p: Proposed, v: Verified) -> list[Outcome]:
@@ -275,17 +321,12 @@ class Adaptive:
         return [Outcome(head[j], p.margin[j], j, p.kind, j < v.accepted) for j in range(last)]
 
     def _take(self, p: Proposed) -> None:
-        values = np.nan_to_num(np.asarray(p.survival, dtype=np.float64), nan=0.0).clip(0.0, 1.0)
-        full = np.zeros(self.gamma)
-        full[: len(values)] = values
-        for j in range(len(values), self.gamma):  # a shorter pass says nothing of deeper drafts
-            full[j] = full[j - 1] * 0.8 if j else 0.0
+        full = self._filled(p.survival)
         profile = self.profiles.setdefault(p.request_id, _Profile(full.copy()))
         rate = 0.25 if profile.seen else 1.0
         profile.usual += rate * (full - profile.usual)
-        profile.latest, profile.pending = tuple(values.tolist()), p
+        profile.latest, profile.pending, profile.last = tuple(float(v) for v in full[: len(p.survival)]), p, p
         profile.seen += 1
-        self._mean += 0.02 * (full - self._mean)
 
     def forget(self, request_id: int) -> None:
         """A request has ended."""

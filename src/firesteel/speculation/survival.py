@@ -180,11 +180,12 @@ class Samples:
         )
 
 
-def fit(samples: Samples, start: Coefficients, rounds: int = 8, ridge: float = 2.0) -> Coefficients:
-    """Penalised maximum likelihood (Newton); the penalty pulls towards ``start``.
+def fit(samples: Samples, start: Coefficients, rounds: int = 25, ridge: float = 2.0) -> Coefficients:
+    """Penalised maximum likelihood; the penalty pulls towards ``start``.
 
-    Each temperature class is its own problem: K intercepts, one slope for the
-    head, one for the margin.
+    Each temperature class is its own concave problem (K intercepts, one slope
+    for the head, one for the margin), solved by Newton's method with halved
+    steps: a start that is confidently wrong would make full steps oscillate.
     """
     depth, head, margin = start.depth.copy(), start.head.copy(), start.margin.copy()
     for kind in range(CLASSES):
@@ -192,18 +193,37 @@ def fit(samples: Samples, start: Coefficients, rounds: int = 8, ridge: float = 2
         if not mine.any():
             continue
         x, anchor, free = _design(samples, mine, start, kind)
-        w = anchor.copy()
-        for _ in range(rounds):
-            p = logistic(x @ w)
-            grad = x.T @ (samples.accepted[mine] - p) - ridge * (w - anchor)
-            hess = (x * (p * (1 - p) + 1e-9)[:, None]).T @ x + ridge * np.eye(len(w))
-            step = np.linalg.solve(hess, grad) * free
-            w += np.clip(step, -2.0, 2.0)
-            if np.abs(step).max() < 1e-6:
-                break
+        w = _maximise(x, samples.accepted[mine], anchor, free, ridge, rounds)
         k = depth.shape[1]
         depth[kind], head[kind], margin[kind] = w[:k], w[k], w[k + 1]
     return Coefficients(depth, head, margin, start.uses_head, start.uses_margin)
+
+
+def _maximise(x: Floats, y: Floats, anchor: Floats, free: Floats, ridge: float, rounds: int) -> Floats:
+    """argmax of the penalised log-likelihood of a logistic model."""
+
+    def objective(w: Floats) -> float:
+        z = x @ w
+        likelihood = float((y * z - np.logaddexp(0.0, z)).sum())
+        return likelihood - 0.5 * ridge * float(((w - anchor) ** 2).sum())
+
+    w, value = anchor.copy(), objective(anchor)
+    for _ in range(rounds):
+        p = logistic(x @ w)
+        grad = (x.T @ (y - p) - ridge * (w - anchor)) * free
+        hess = (x * (p * (1 - p))[:, None]).T @ x + ridge * np.eye(len(w))
+        step = np.linalg.solve(hess, grad) * free
+        for _ in range(30):
+            better = objective(w + step)
+            if better >= value:
+                break
+            step = step / 2
+        else:
+            break
+        w, gain, value = w + step, better - value, better
+        if gain < 1e-7 * (1 + abs(value)):
+            break
+    return w
 
 
 def _design(
@@ -273,20 +293,24 @@ def auc(score: Floats, truth: Floats) -> float:
 class Calibrator:
     """Coefficients in use, the newest outcomes, and their quality.
 
-    ``add`` takes outcomes; every ``every`` of them the model is refitted on
-    the newest ``keep``.
+    ``add`` takes outcomes; the model is refitted on the newest ``keep``, first
+    after ``first`` of them, then at twice as many each time until every
+    ``every``. ``seen`` counts all, by temperature class.
     """
 
     coefficients: Coefficients
     keep: int = 8192
     every: int = 1024
+    first: int = 64
     refits: int = 0
+    seen: list[int] = field(default_factory=lambda: [0] * CLASSES)
     _recent: deque[tuple[Outcome, float]] = field(default_factory=deque)
     _fresh: int = 0
 
     def __post_init__(self) -> None:
         self._recent = deque(maxlen=self.keep)
         self._start = self.coefficients
+        self._due = min(self.first, self.every)
 
     def add(self, outcomes: list[Outcome]) -> bool:
         """Take outcomes, each with the probability that was in force; True if the model changed."""
@@ -296,12 +320,24 @@ class Calibrator:
         predicted = self.coefficients.probability(s.head, s.margin, s.depth, s.kind)
         self._recent.extend(zip(outcomes, predicted.tolist(), strict=True))
         self._fresh += len(outcomes)
-        if self._fresh < self.every:
+        for outcome in outcomes:
+            self.seen[outcome.kind] += 1
+        if self._fresh < self._due:
             return False
-        self._fresh = 0
+        self._fresh, self._due = 0, min(2 * self._due, self.every)
         self.coefficients = fit(Samples.of([o for o, _ in self._recent]), self._start)
         self.refits += 1
         return True
+
+    def usual(self, depths: int) -> Floats:
+        """Survival by depth that verified drafts have had lately, all requests together."""
+        hits, tries = np.ones(depths), np.full(depths, 1.5)  # two thirds until something is known
+        for o, _ in self._recent:
+            if o.depth < depths:
+                hits[o.depth] += o.accepted
+                tries[o.depth] += 1
+        out: Floats = np.cumprod(np.minimum(hits / tries, 1.0))
+        return out
 
     def quality(self) -> list[dict[str, float]]:
         """ECE, Brier score and AUC of the predictions that were in force, by depth."""

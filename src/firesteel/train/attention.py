@@ -220,8 +220,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, table: Tensor, pack: Packing, align: int) -> tuple[Tensor, Tensor]:
         """``x`` [B, S, D] normed -> ([B, S, D], the indexer's loss, a float32 scalar)."""
         qa = self.q_norm(self.wq_a(x))
-        q = rms(self.wq_b(qa).unflatten(-1, (self.heads, self.dim)), self.eps).to(self.num.dtype)
-        q = rotate(q.float(), table[:, None]).to(self.num.dtype)
+        q = self.query(qa, table[:, None])
         kv = self.store(rotate(self.kv_norm(self.wkv(x)).float(), table))
         near, near_kv = self.near_scores(q, kv, pack, align)
         index_loss = x.new_zeros((), dtype=torch.float32)
@@ -238,11 +237,20 @@ class Attention(nn.Module):
             if score is not None and self.training:
                 assert share is not None
                 index_loss = indexer_loss(score, share[: score.shape[0]], seen[: score.shape[0]])
-        out = rotate(out.float(), table[:, None], inverse=True).to(self.num.dtype)
+        return self.output(out, table[:, None]), index_loss
+
+    def query(self, qa: Tensor, table: Tensor) -> Tensor:
+        """Low-rank queries [B, R, q_lora] -> rotated ones [B, R, H, d]; ``table`` broadcasts over heads."""
+        q = rms(self.wq_b(qa).unflatten(-1, (self.heads, self.dim)), self.eps).to(self.num.dtype)
+        return rotate(q.float(), table).to(self.num.dtype)
+
+    def output(self, out: Tensor, table: Tensor) -> Tensor:
+        """Attended values [B, R, H, d] -> [B, R, D]: rotated back, projected in groups."""
+        out = rotate(out.float(), table, inverse=True).to(self.num.dtype)
         grouped = out.flatten(2).unflatten(-1, (self.groups, -1))
         wo_a = self.wo_a.deployed().unflatten(0, (self.groups, -1))
         low = torch.cat([F.linear(grouped[..., g, :], wo_a[g]) for g in range(self.groups)], -1)
-        return self.wo_b(low), index_loss
+        return self.wo_b(low)
 
     def near_scores(self, q: Tensor, kv: Tensor, pack: Packing, align: int) -> tuple[Tensor, Tensor]:
         """Scaled, masked window scores [B, nb, W, H, 2W] (float32) and their keys [B, nb, 2W, d].

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -98,12 +98,13 @@ def encode(tok: Tokenizer, files: list[str]) -> np.ndarray:
     return np.concatenate(out)
 
 
-def main() -> None:
-    args = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write tokenizer and token streams of the named sources."""
+    args = argparse.ArgumentParser(prog="firesteel train corpus", description="tokenizer and text corpus")
     args.add_argument("--out", type=Path, required=True)
     args.add_argument("--vocab", type=int, default=3072)
     args.add_argument("--source", action="append", required=True, help="NAME=FOLDER, repeatable")
-    opt = args.parse_args()
+    opt = args.parse_args(argv)
     opt.out.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[str]] = {}
     for source in opt.source:

@@ -24,6 +24,15 @@ BOS, EOS, PAD = 0, 1, 2
 LOSS = np.array([0.0, 0.1, 1.0], dtype=np.float32)  # by loss class: scaffold, prompt, answer or text
 
 
+HELD_OUT = 64  # the last 1/64 of every text stream is never trained on
+
+
+def split_stream(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(for training, for evaluation) parts of a token stream."""
+    cut = len(ids) - len(ids) // HELD_OUT
+    return ids[:cut], ids[cut:]
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of one batch, in rows and tokens."""
@@ -144,7 +153,7 @@ class Mixer:
         if is_long:
             put(self.long_conversation() if self.rng.random() < 0.3 else self.text(s.length))
         elif self.rng.random() < 0.15:
-            put(self.text(self.rng.choice((512, 1024))))
+            put(self.text(min(self.rng.choice((512, 1024)), s.short)))
         while at < s.length:
             doc = self.short_document()
             if len(doc.ids) > min(s.short, s.length - at):
@@ -171,7 +180,8 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         self.folder, self.shape, self.seed, self.skip = folder, shape, seed, skip
         self.tok = Tokenizer.from_file(str(folder / "tokenizer.json"))
         ends = line_ends(self.tok)
-        self.texts = {n: Texts(np.load(folder / f"{n}.npz")["ids"], ends) for n in ("code", "prose")}
+        streams = {n: split_stream(np.load(folder / f"{n}.npz")["ids"])[0] for n in ("code", "prose")}
+        self.texts = {n: Texts(ids, ends) for n, ids in streams.items()}
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         info = get_worker_info()

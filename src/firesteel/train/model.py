@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -183,9 +184,16 @@ class Block(nn.Module):
         return self.merge(f, h, post, comb), load, loss
 
 
+def merge_streams(h: Tensor, fn: Tensor, base: Tensor, scale: Tensor, cfg: V4Config) -> Tensor:
+    """The final collapse: streams [B, S, n, D] -> their weighted sum [B, S, D], not yet normed."""
+    v = F.linear(rms(h.flatten(2), cfg.rms_norm_eps), fn)
+    a = torch.sigmoid(v * scale + base) + cfg.hc_eps
+    return (a[..., None] * h.float()).sum(2).to(h.dtype)
+
+
 @dataclass
 class Output:
-    """``hidden`` [B, S, D] normed; ``loads`` per layer [E]; ``index_loss`` scalar; ``taps`` per layer or None."""
+    """``hidden`` [B, S, D] normed; ``loads`` per layer [E]; ``index_loss`` scalar; ``taps`` or None."""
 
     hidden: Tensor
     loads: list[Tensor]
@@ -219,12 +227,16 @@ class V4Train(nn.Module):
         )
 
     def forward(
-        self, tokens: Tensor, blocks: Tensor | None = None, long_rows: int | None = None, taps: bool = False
+        self,
+        tokens: Tensor,
+        blocks: Tensor | None = None,
+        long_rows: int | None = None,
+        taps: Collection[int] = (),
     ) -> Output:
         """``tokens`` int64 [B, S]; see :class:`Packing` for ``blocks`` and ``long_rows`` (default: all rows).
 
         Without ``blocks`` every row is one document; S is then padded to ``align`` inside.
-        ``taps`` asks for the block outputs averaged over streams, one [B, S, D] per layer.
+        ``taps``: layers whose outputs, averaged over streams, are wanted: one [B, S, D] each, ascending.
         """
         batch, length = tokens.shape
         if blocks is None:
@@ -239,15 +251,13 @@ class V4Train(nn.Module):
             h, load, loss = layer(h, tokens, table[: tokens.shape[1]], blocks, rows, self.align)
             loads.append(load)
             index_loss = index_loss + loss
-            if taps:
+            if i in taps:
                 seen.append(h.float().mean(2).to(self.num.dtype)[:, :length])
         return Output(self.collapse(h)[:, :length], loads, index_loss, seen if taps else None)
 
     def collapse(self, h: Tensor) -> Tensor:
         """Streams [B, S, n, D] -> normed hidden [B, S, D]."""
-        v = F.linear(rms(h.flatten(2), self.cfg.rms_norm_eps), self.hc_head_fn)
-        a = torch.sigmoid(v * self.hc_head_scale + self.hc_head_base) + self.cfg.hc_eps
-        return self.norm((a[..., None] * h.float()).sum(2).to(self.num.dtype))
+        return self.norm(merge_streams(h, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, self.cfg))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [..., V]."""

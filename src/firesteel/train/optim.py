@@ -56,11 +56,12 @@ class Muon:
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """(matrices for Muon, tables and routers for AdamW, small vectors and mixers for AdamW)."""
+    big = ("embed.weight", "head.weight", "gate.weight", "markov_w1.weight", "markov_w2.weight")
     matrices, tables, small = [], [], []
     for name, p in model.named_parameters():
-        if name in ("embed.weight", "head.weight") or name.endswith("gate.weight"):
+        if name.endswith(big):
             tables.append(p)
-        elif p.ndim < 2 or "hc_" in name or name.endswith("ape"):
+        elif p.ndim < 2 or len(p) == 1 or "hc_" in name or name.endswith("ape"):
             small.append(p)
         else:
             matrices.append(p)
@@ -68,7 +69,7 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 class Optimiser:
-    """All parameters of a V4Train. ``step(scale)`` applies peak rates times ``scale``."""
+    """All parameters of a target or drafter. ``step(scale)`` applies peak rates times ``scale``."""
 
     def __init__(self, model: nn.Module, muon: float = 0.008, tables: float = 0.003, small: float = 0.002):
         matrices, big, little = split_parameters(model)

@@ -13,14 +13,15 @@ import json
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from firesteel.models.deepseek_v4.config import V4Config, Yarn
 from firesteel.train import data, gsm, sinkhorn
@@ -81,6 +82,19 @@ class Clock:
         return self.spent / self.budget
 
 
+@torch.no_grad()
+def balance(layers: Iterable[nn.Module], loads: Sequence[Tensor], rate: float) -> Tensor:
+    """Move routing biases against the load; returns the largest load over the mean."""
+    worst = []
+    for layer, count in zip(layers, loads, strict=True):
+        worst.append(count.max() / count.mean())
+        assert isinstance(layer, Block)
+        gate = layer.ffn.gate
+        if not gate.hashed:
+            gate.bias += rate * torch.sign(count.mean() - count)
+    return torch.stack(worst).max()
+
+
 class Trainer:
     """Model, optimiser, data and their checkpoints."""
 
@@ -120,8 +134,8 @@ class Trainer:
         ce = sums.sum() / counts.sum().clamp(min=1)
         (ce + out.index_loss).backward()
         factor = schedule(self.clock.fraction, self.step, self.opt.warmup)
-        norm = self.optimiser.step(factor)
-        worst = self.balance(out.loads, 1e-3 * factor)
+        norm = self.optimiser.step(self.opt.rate * factor)
+        worst = balance(self.model.layers, out.loads, 1e-3 * factor)
         self.step += 1
         self.tokens += tokens.numel()
         n = self.shape.long_rows
@@ -129,18 +143,6 @@ class Trainer:
         names = ("loss", "long", "short", "index", "norm", "load")
         values = (ce, *parts, out.index_loss, norm, worst)
         return {k: v.detach() for k, v in zip(names, values, strict=True)}
-
-    @torch.no_grad()
-    def balance(self, loads: list[Tensor], rate: float) -> Tensor:
-        """Move routing biases against the load; returns the largest load over the mean."""
-        worst = []
-        for layer, count in zip(self.model.layers, loads, strict=True):
-            worst.append(count.max() / count.mean())
-            assert isinstance(layer, Block)
-            gate = layer.ffn.gate
-            if not gate.hashed:
-                gate.bias += rate * torch.sign(count.mean() - count)
-        return torch.stack(worst).max()
 
     def save(self) -> None:
         """Write everything needed to resume, atomically."""
@@ -254,8 +256,9 @@ def finish(trainer: Trainer, problems: list[gsm.Problem], tok: Tokenizer, opt: a
     trainer.say(f"finished in {time.monotonic() - began:.0f} s")
 
 
-def options() -> argparse.Namespace:
-    args = argparse.ArgumentParser(description=__doc__)
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Settings of a run; makes its folder."""
+    args = argparse.ArgumentParser(prog="firesteel train target", description="train a small V4 target")
     args.add_argument("--data", type=Path, required=True, help="folder of firesteel.train.corpus")
     args.add_argument("--out", type=Path, required=True)
     args.add_argument("--seconds", type=float, default=1080.0)
@@ -265,6 +268,7 @@ def options() -> argparse.Namespace:
     args.add_argument("--workers", type=int, default=max(0, min(12, (os.cpu_count() or 1) - 3)))
     args.add_argument("--seed", type=int, default=1)
     args.add_argument("--warmup", type=int, default=200)
+    args.add_argument("--rate", type=float, default=1.0, help="factor on all peak learning rates")
     args.add_argument("--every", type=int, default=100, help="steps between log lines")
     args.add_argument("--save-seconds", type=float, default=240.0)
     args.add_argument("--problems", type=int, default=500)
@@ -272,13 +276,16 @@ def options() -> argparse.Namespace:
     args.add_argument("--profile", action="store_true", help="write profile.txt after training (GPU)")
     args.add_argument("--start", type=Path, help="begin from an exported folder, with a fresh optimiser")
     args.add_argument("--resume", type=Path, help="a state.pt of an earlier run")
-    opt = args.parse_args()
+    opt = args.parse_args(argv)
     opt.out.mkdir(parents=True, exist_ok=True)
     return opt
 
 
-def main(cfg: V4Config | None = None) -> None:
-    opt = options()
+def main(argv: Sequence[str] | None = None, cfg: V4Config | None = None) -> None:
+    """Train, export and evaluate; ``cfg``: another geometry than the start's or the bundled one."""
+    opt = options(argv)
+    if cfg is None and opt.start:
+        cfg = replace(V4Config.load(opt.start), dspark=None, mtp_stages=0)
     shape = data.Shape(opt.rows, opt.long_rows, opt.length, min(1024, opt.length))
     problems = gsm.evaluation_set(EVAL_SEED, opt.problems)
     skip = data.evaluation_questions([problems])

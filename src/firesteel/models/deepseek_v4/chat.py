@@ -224,7 +224,7 @@ def _read(index: int, message: Message, allow_images: bool) -> _Turn:
         if message.get(name) and not carries:
             read.fail(name, f"a {role} message cannot carry it; put it into the request or a system message")
     task = message.get("task")
-    if task is not None and (task not in s.TASKS or role == "tool"):
+    if task is not None and (not isinstance(task, str) or task not in s.TASKS or role == "tool"):
         read.fail(
             "task", f"{task!r} on a {role} message; tasks are {', '.join(s.TASKS)}, on any role but tool"
         )

@@ -120,7 +120,7 @@ class Drafter:
         """One drafting pass: ``width`` drafts for every slot of ``slots`` int64 [G]."""
         ops, w, c = self.ops, self.weights, self.config
         rows = self.block_rows(slots, width, state)
-        ctx = ops.begin_pass(rows, page_table, c.page_size, {"main": self.target.ropes["main"]}, ())
+        ctx = ops.begin_pass(rows, page_table, c.page_size, self.target.ropes, ())
         ctx.block = width
         h = ops.embed(self.target.weights.embed, rows.tokens, c.hc_mult)
         for stage, layer_memory in zip(w.stages, memory, strict=True):

@@ -72,11 +72,21 @@ struct AttentionArgs {
   i64 flags;
 };
 
+// Rows from <= t < to of a slot's ring.
+static i64 list_ring(const KeyArgs& k, i64 slot, i64 from, i64 to, const float** out) {
+  const float* ring = k.ring + slot * k.ring_size * k.d;
+  i64 n = 0, place = from % k.ring_size;
+  for (i64 t = from; t < to; t++) {
+    out[n++] = ring + place * k.d;
+    if (++place == k.ring_size) place = 0;
+  }
+  return n;
+}
+
 static i64 list_block(const AttentionArgs* a, i64 r, const float** out, i64* window) {
   const Pass& p = *a->keys.pass;
-  i64 n = 0, first = p.first[r], start = p.positions[first];
-  const float* ring = a->keys.ring + p.slots[r] * a->keys.ring_size * a->keys.d;
-  for (i64 t = std::max<i64>(0, start - a->span); t < start; t++) out[n++] = ring + t % a->keys.ring_size * a->keys.d;
+  i64 first = p.first[r], start = p.positions[first];
+  i64 n = list_ring(a->keys, p.slots[r], std::max<i64>(0, start - a->span), start, out);
   *window = n;
   for (i64 i = first; i <= p.last[r]; i++) out[n++] = a->keys.data + i * a->keys.d;
   return n;
@@ -85,8 +95,9 @@ static i64 list_block(const AttentionArgs* a, i64 r, const float** out, i64* win
 static i64 list_keys(const AttentionArgs* a, i64 r, const float** out, i64* window) {
   const Pass& p = *a->keys.pass;
   if (a->block) return list_block(a, r, out, window);
-  i64 n = 0, at = p.positions[r], slot = p.slots[r];
-  for (i64 t = std::max<i64>(0, at - a->span + 1); t <= at; t++) out[n++] = key_at(a->keys, r, t);
+  i64 at = p.positions[r], slot = p.slots[r], first = p.first[r], start = p.positions[first];
+  i64 from = std::max<i64>(0, at - a->span + 1), n = list_ring(a->keys, slot, from, start, out);
+  for (i64 t = std::max(from, start); t <= at; t++) out[n++] = a->keys.data + (first + t - start) * a->keys.d;
   *window = n;
   if (!a->entries.data) return n;
   if (!a->selection) {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from firesteel.checkpoint.codecs import QTensor
-from firesteel.ops.native.library import function, pack, record
+from firesteel.core import RowBatch
+from firesteel.ops.native.library import dense, function, pack, record
+from firesteel.ops.native.tail import NativeTail
 from firesteel.ops.reference.linear import is_quantised
-from firesteel.ops.reference.noise import DRAFT, PASS_SHIFT, TARGET
-from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.types import (
     Compressor,
     CompressorMemory,
@@ -22,24 +22,17 @@ from firesteel.ops.types import (
     Hyper,
     HyperHead,
     Linear,
-    MarkovHead,
     Norm,
     Numerics,
     PassContext,
-    Proposal,
+    Rope,
     Router,
-    SlotState,
 )
 
 PASS = struct.Struct("9q")
 MAX_STREAMS, MAX_GROUPS = 8, 64
 NO_PAGES = (0, 0, 1, 0)
 KEY = "native"  # of what belongs to a weight or a pass and is made once
-
-
-def dense(x: Tensor) -> Tensor:
-    """The tensor with its elements in order."""
-    return x if x.is_contiguous() else x.contiguous()
 
 
 def once(owner: Any, make: Any) -> Any:
@@ -126,14 +119,13 @@ def _pass(ctx: PassContext) -> _Pass:
     return found
 
 
-class NativeOps(ReferenceOps):
+class NativeOps(NativeTail):
     """The compiled CPU backend; the few ops not written here are the plain torch ones."""
 
     name = "native"
 
     def __init__(self, numerics: Numerics):
         super().__init__(numerics)
-        self._official = int(numerics.official)
         self._linear = function("linear", "5q")
         self._linear_f32 = function("linear_f32", "5q")
         self._embed = function("embed", "7q")
@@ -151,13 +143,6 @@ class NativeOps(ReferenceOps):
         self._output = function("output", "7q")
         self._route = function("route", "7qd3q")
         self._moe = function("moe", "11qd2q")
-        self._sample = function("sample", "13q")
-        self._head_sample = function("head_sample", "14q")
-        self._walk_logits = function("walk_logits", "9q")
-        self._walk_pick = function("walk_pick", "17q")
-
-    def _flags(self) -> int:
-        return self._official | torch.get_num_threads() << 8
 
     # ---- weights ------------------------------------------------------------
     def linear_weight(self, weight: QTensor) -> Linear:
@@ -171,6 +156,28 @@ class NativeOps(ReferenceOps):
         quantised = is_quantised(w1[0])
         w13 = pack([(a, b) for a, b in zip(w1, w3, strict=True)], quantised)
         return Experts(w13, pack([(w,) for w in w2], quantised), len(w1), w1[0].shape[0], quantised)
+
+    # ---- one pass ------------------------------------------------------------
+    def begin_pass(
+        self,
+        rows: RowBatch,
+        page_table: Tensor,
+        page_size: int,
+        ropes: Mapping[str, Rope],
+        ratios: Sequence[int],
+    ) -> PassContext:
+        """As the plain one; all angles of equally wide tables come out of one product."""
+        if len({rope.dim for rope in ropes.values()}) != 1:
+            return super().begin_pass(rows, page_table, page_size, ropes, ratios)
+        names = list(ropes)
+        compress = ropes["compress"].inv_freq
+        turns = torch.stack([ropes[name].inv_freq for name in names] + [compress] * len(ratios))
+        at = rows.positions
+        places = torch.stack([at] * len(names) + [at // r * r for r in ratios]).to(torch.float32)
+        angle = places.unsqueeze(-1) * turns.unsqueeze(1)
+        pairs = list(zip(torch.cos(angle).unbind(), torch.sin(angle).unbind(), strict=True))
+        entry = dict(zip(ratios, pairs[len(names) :], strict=True))
+        return PassContext(rows, page_table, page_size, dict(zip(names, pairs, strict=False)), entry)
 
     # ---- rows ---------------------------------------------------------------
     def embed(self, table: Tensor, tokens: Tensor, streams: int) -> Tensor:
@@ -378,81 +385,3 @@ class NativeOps(ReferenceOps):
         packed = (experts.w13.address, experts.w2.address, experts.count, len(shared), list_of)
         self._moe(*given, *packed, limit, out.data_ptr(), self._flags())
         return out
-
-    # ---- tail ---------------------------------------------------------------------
-    def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState
-    ) -> tuple[Tensor, Tensor]:
-        logits, slots, positions = dense(logits), dense(slots), dense(positions)
-        out, fields = self._sampling(logits, logits.shape[1], slots, positions, state)
-        self._sample(*fields)
-        return out
-
-    def head_sample(
-        self, x: Tensor, head: Linear, slots: Tensor, positions: Tensor, state: SlotState
-    ) -> tuple[Tensor, Tensor]:
-        x, slots, positions = dense(x), dense(slots), dense(positions)
-        out, fields = self._sampling(x, head.n, slots, positions, state)
-        self._head_sample(*fields, head.data.address)
-        return out
-
-    def _sampling(
-        self, x: Tensor, vocab: int, slots: Tensor, positions: Tensor, state: SlotState
-    ) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-        """((tokens, finite) to be filled, fields of the call); the caller keeps the dense tensors alive."""
-        rows = x.shape[0]
-        tokens, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-        fields = self._sampling_fields(x, vocab, slots, positions, state)
-        return (tokens, finite), (*fields, tokens.data_ptr(), finite.data_ptr(), self._flags())
-
-    @staticmethod
-    def _sampling_fields(
-        x: Tensor, vocab: int, slots: Tensor, positions: Tensor, state: SlotState
-    ) -> tuple[int, ...]:
-        """The fields of a sampling call up to its stream."""
-        given = (x.data_ptr(), x.shape[0], vocab, slots.data_ptr(), positions.data_ptr())
-        seed = (state.seed_lo.data_ptr(), state.seed_hi.data_ptr(), state.sample.data_ptr())
-        return (*given, *seed, state.temperature.data_ptr(), TARGET)
-
-    def markov_walk(
-        self,
-        base: Tensor,
-        z: Tensor,
-        head: MarkovHead,
-        slots: Tensor,
-        state: SlotState,
-        *,
-        shaped: bool,
-        rejection: bool,
-        keep_logits: bool,
-    ) -> Proposal:
-        base, slots = dense(base), dense(slots)
-        groups, depth, vocab = base.shape
-        w1, rank, limit = dense(head.w1), head.w2.k, state.history.shape[1] - 1
-        start = state.cursor[slots]
-        stream = torch.full_like(slots, TARGET)
-        if rejection:
-            stream = DRAFT + (state.passes[slots] << PASS_SHIFT)
-        places = (start + torch.arange(depth + 1).unsqueeze(-1)).clamp_max(limit)  # [K + 1, G]
-        tokens = torch.empty(depth + 1, groups, dtype=torch.int64)
-        torch.index_select(state.anchor, 0, slots, out=tokens[0])
-        state.history[slots, places[0]] = tokens[0]
-        margin = torch.empty(depth, groups)
-        embedded, logits = torch.empty(depth, groups, rank), torch.empty(depth, groups, vocab)
-        flags, at = self._flags(), base.data_ptr()
-        assert state.history.is_contiguous(), "the history is written in place"
-        more = (stream.data_ptr(), state.history.data_ptr(), limit + 1)
-        for j in range(depth):
-            into = (embedded[j].data_ptr(), logits[j].data_ptr(), flags)
-            weights = (w1.data_ptr(), tokens[j].data_ptr(), head.w2.data.address)
-            self._walk_logits(*weights, at + 4 * j * vocab, depth * vocab, groups, *into)
-            if shaped:
-                logits[j] = self.shape(logits[j], slots, places[j + 1], state)
-            fields = self._sampling_fields(logits[j], vocab, slots, places[j + 1], state)
-            self._walk_pick(*fields, tokens[j + 1].data_ptr(), 0, flags, *more, margin[j].data_ptr())
-        confidence = None
-        if head.confidence is not None:
-            joined = torch.cat((z, embedded.transpose(0, 1)), -1)
-            confidence = self.linear_f32(joined.flatten(0, 1), head.confidence).view(groups, depth)
-        kept = logits.transpose(0, 1).contiguous() if keep_logits else None
-        return Proposal(tokens[1:].t().contiguous(), margin.t().contiguous(), confidence, kept)

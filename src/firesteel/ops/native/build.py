@@ -17,10 +17,11 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
+NATIVE = "-march=native"
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
+    NATIVE,
     "-ffp-contract=off",  # fused only where the source says so: tails equal main loops
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -97,16 +98,21 @@ def library_path() -> Path:
 
 
 def _build(cxx: str, work: Path) -> Path:
-    """Compile with OpenMP, else without it (threads then run one after another)."""
-    try:
-        return _compile(cxx, (*FLAGS, OPENMP), work)
-    except BuildError:
-        return _compile(cxx, FLAGS, work)
+    """Compile with everything, else without OpenMP (threads then run one after another), else for any CPU."""
+    plain = tuple(flag for flag in FLAGS if flag != NATIVE)
+    first: BuildError | None = None
+    for flags in ((*FLAGS, OPENMP), FLAGS, (*plain, OPENMP), plain):
+        try:
+            return _compile(cxx, flags, work)
+        except BuildError as err:
+            first = first or err
+    assert first is not None
+    raise first
 
 
 def _compile(cxx: str, flags: tuple[str, ...], work: Path) -> Path:
     """All units side by side, then the link."""
-    units = [
+    units: list[tuple[str, str, tuple[str, ...]]] = [
         (f"{kind}.o", "kernels.cpp", (f"-DKIND={i}", f"-DTASK=task_{kind}")) for i, kind in enumerate(KINDS)
     ]
     units.append(("library.o", "library.cpp", ()))

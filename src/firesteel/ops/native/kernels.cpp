@@ -132,7 +132,7 @@ INLINE void f32_chain(Sums<MR, NV>& s, i64 ld, i64 k, const u32* w, i64 width) {
 }
 
 static void put(const float* sums, int rows, int wide, float* out, i64 ldo, i64 columns, bool round) {
-  i64 n = std::min<i64>(wide, columns);
+  i64 n = std::max<i64>(0, std::min<i64>(wide, columns));
   for (int r = 0; r < rows; r++)
     if (round)
       for (i64 i = 0; i < n; i++) out[r * ldo + i] = bf16(sums[r * wide + i]);
@@ -166,6 +166,11 @@ static void tile_columns(const Job& j, const float* x, float* out, const u32* w,
   for (; at + NV * VW <= width; at += NV * VW) {
     kernel<MR, NV>(x, j.ld, j.w->k, w, at, width, sums);
     put(sums, MR, NV * VW, out + at, j.ldo, columns - at, j.round);
+  }
+  constexpr int TWO = 2 * ONE < NV ? 2 * ONE : ONE;
+  for (; at + TWO * VW <= width; at += TWO * VW) {  // two chains hide half the latency of one
+    kernel<MR, TWO>(x, j.ld, j.w->k, w, at, width, sums);
+    put(sums, MR, TWO * VW, out + at, j.ldo, columns - at, j.round);
   }
   for (; at < width; at += ONE * VW) {
     kernel<MR, ONE>(x, j.ld, j.w->k, w, at, width, sums);

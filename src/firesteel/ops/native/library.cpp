@@ -13,3 +13,5 @@
 #include "moe.cpp"
 
 #include "tail.cpp"
+
+#include "step.cpp"

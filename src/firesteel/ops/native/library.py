@@ -51,6 +51,11 @@ def function(name: str, layout: str) -> Call:
     return call
 
 
+def dense(x: Tensor) -> Tensor:
+    """The tensor with its elements in order."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
 def record(layout: struct.Struct, *fields: int) -> Any:
     """A record that stays at one address; the owner keeps the result."""
     return ctypes.create_string_buffer(layout.pack(*fields), layout.size)

@@ -226,8 +226,9 @@ struct Entries {  // pages of per_page entries [dim]; page p begins at data + p*
 };
 
 INLINE float* entry_at(const Pass& p, const Entries& e, i64 slot, i64 entry) {
-  i64 column = std::min(entry / e.per_page, p.columns - 1);
-  return e.data + p.pages[slot * p.columns + column] * e.stride + entry % e.per_page * e.dim;
+  u32 page = (u32)entry / (u32)e.per_page, place = (u32)entry % (u32)e.per_page;  // 32-bit division is fast
+  i64 column = std::min<i64>(page, p.columns - 1);
+  return e.data + p.pages[slot * p.columns + column] * e.stride + place * e.dim;
 }
 
 #endif
