@@ -244,7 +244,14 @@ def _inspect(args: argparse.Namespace) -> int:
     )
 
 
-COMMANDS = {"generate": _generate, "chat": _chat, "demo": _demo, "eval": _eval, "inspect": _inspect, "serve": _serve}
+COMMANDS = {
+    "generate": _generate,
+    "chat": _chat,
+    "demo": _demo,
+    "eval": _eval,
+    "inspect": _inspect,
+    "serve": _serve,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from firesteel import cli
+from firesteel.bench import acceptance
 from firesteel.bench.exact import fastest
 from firesteel.bench.toys import Toys, toy_config
 from firesteel.checkpoint.spec import CheckpointError
@@ -345,3 +346,36 @@ def test_statistics_under_preemption(good: Path, acceptance: str) -> None:
         for a in done:
             consistent(a.stats)
             assert len(a.token_ids) == a.stats["steps"] + a.stats["accepted"]
+
+
+# ---- the acceptance table --------------------------------------------------------------------------
+def test_tally_by_hand() -> None:
+    """Three drafts: all accepted, none accepted, and an end token in the second of two accepted ones."""
+    tally = acceptance.Tally()
+    tally.take(tokens=4, verified=3, accepted=3)
+    tally.take(tokens=1, verified=3, accepted=0)
+    tally.take(tokens=2, verified=3, accepted=2)
+    assert (tally.reached, tally.accepted) == ([3, 2, 1], [2, 2, 1])
+    assert tally.tokens_per_step == pytest.approx(7 / 3)
+    assert tally.conditional == pytest.approx([2 / 3, 1.0, 1.0])
+
+
+def test_acceptance_program(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every domain, temperature and rule, as a table and as JSON."""
+    file = tmp_path / "acceptance.json"
+    options = ["--k", "2", "--prompts", "1", "--max-tokens", "6", "--json", str(file)]
+    assert acceptance.main(["--model", str(good), *options]) == 0
+    result = json.loads(file.read_text())
+    cells = result["cells"]
+    assert len(cells) == 3 * 3 * 3 and {"commit", "date", "cpu"} <= set(result["environment"])
+    assert all(1.0 <= c["tokens_per_step"] <= 3.0 and len(c["conditional"]) <= 2 for c in cells)
+    shown = capsys.readouterr().out
+    for word in ("arithmetic, T = 0", "code, T = 0.6", "prose, T = 1", *acceptance.RULES):
+        assert word in shown
+
+
+def test_acceptance_program_wrong_use(toys: Toys, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bare = write_random(tmp_path / "bare", toy_config(), 0, drafter=False)
+    for options in (["--k", "x"], ["--k", "0"], ["--rules", "typical"], ["--model", str(bare)]):
+        assert acceptance.main([*options, "--prompts", "1", "--max-tokens", "2"]) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1].startswith("acceptance: ")

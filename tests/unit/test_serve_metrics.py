@@ -58,6 +58,11 @@ def test_a_step_is_counted(metrics: Metrics) -> None:
     assert value(metrics, "spec_decode_active") == 1
 
 
+def test_reliability(metrics: Metrics) -> None:
+    metrics.stats({**stats(), "quality": [{"depth": 1, "ece": 0.02, "brier": 0.1, "auc": 0.8}]})
+    assert value(metrics, "spec_decode_survival_ece", position="0") == 0.02
+
+
 def test_totals_grow_and_survive_a_new_engine(metrics: Metrics) -> None:
     metrics.stats(stats(preemptions=3))
     metrics.stats(stats(preemptions=5))

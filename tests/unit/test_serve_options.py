@@ -18,7 +18,7 @@ def launch(*argv: str) -> Launch:
 
 
 def test_the_launch_command_of_the_validation_run() -> None:
-    """All its flags, parallel degree 1; the adaptive switch belongs to the engine's settings."""
+    """All its flags, parallel degree 1."""
     got = launch(
         "/models/DeepSeek-V4-Flash", "--served-model-name", "DeepSeek-V4", "--tensor-parallel-size", "1",
         "--data-parallel-size", "1", "--enable-prefix-caching", "--max-model-len", "16384", "--max-num-seqs", "256",
@@ -26,12 +26,13 @@ def test_the_launch_command_of_the_validation_run() -> None:
         "--tokenizer-mode", "deepseek_v4", "--reasoning-parser", "deepseek_v4", "--trust-remote-code",
         "--distributed-executor-backend", "mp", "--moe-backend", "aiter", "--async-scheduling",
         "--compilation-config", '{"cudagraph_mode":"FULL"}',
-        "--speculative-config", '{"method":"dspark","num_speculative_tokens":7}',
+        "--speculative-config", '{"method":"dspark","num_speculative_tokens":7,"enable_adaptive_verification":true}',
     )  # fmt: skip
     assert got.names == ("DeepSeek-V4",) and got.model == "/models/DeepSeek-V4-Flash"
     config = EngineConfig.of(**got.settings)
     assert (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens) == (16384, 256, 8192)
     assert config.gamma == 7 and config.prefix_caching
+    assert config.speculative is not None and config.speculative.enable_adaptive_verification
     told = {note.split(":")[0] for note in got.notes}
     assert told == {
         "--gpu-memory-utilization", "--trust-remote-code", "--distributed-executor-backend", "--moe-backend",

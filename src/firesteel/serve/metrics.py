@@ -104,6 +104,14 @@ class Metrics:
             "step_predicted_seconds", "Predicted time of steps that had a prediction"
         )
         self.measured = self._counter("step_measured_seconds", "Measured time of the same steps")
+        self.quality = {
+            name: self._gauge(f"spec_decode_survival_{name}", text, "position")
+            for name, text in (
+                ("ece", "Expected calibration error of predicted acceptance"),
+                ("brier", "Brier score of predicted acceptance"),
+                ("auc", "How well predicted acceptance ranks drafts"),
+            )
+        }
         self.active = self._gauge("spec_decode_active", "1 if the newest decoding step verified drafts")
         self.inactive = self._counter(
             "spec_decode_inactive_steps", "Decoding steps that verified no draft, by reason", "reason"
@@ -148,6 +156,9 @@ class Metrics:
         for name, counter in (("verified_at", self.verified_at), ("accepted_at", self.accepted_at)):
             for at, total in enumerate(message["depth"][name]):
                 self._grow(counter.labels(str(at)), f"{name}{at}", total)
+        for line in message.get("quality", ()):
+            for name, gauge in self.quality.items():
+                gauge.labels(str(line["depth"] - 1)).set(line[name])
         for step in message["steps"]:
             self._step(step)
 

@@ -28,8 +28,10 @@ from firesteel.engine.output import Answer
 from firesteel.engine.runner import TokenScore
 from firesteel.errors import user_errors
 from firesteel.serve.messages import LENGTH, ModelInfo, body_length, pack, params_of
+from firesteel.speculation.policy import Adaptive
 
 STATS_EVERY = 0.2  # seconds between two "stats" messages while there is work
+QUALITY_EVERY = 10.0  # seconds between two looks at how good the survivals are, which take milliseconds
 Send = Callable[[Mapping[str, Any]], None]
 
 
@@ -57,7 +59,7 @@ class Worker:
         self._owner: dict[int, tuple[_Call, Answer]] = {}  # by request id of the engine
         self._waiting: dict[int, Answer] = {}  # those that have not entered a slot yet
         self._steps_sent = 0
-        self._stats_at = 0.0
+        self._stats_at = self._quality_at = 0.0
         self._depth: dict[str, list[int]] = {"verified_at": [], "accepted_at": []}
 
     def info(self) -> ModelInfo:
@@ -212,12 +214,16 @@ class Worker:
             )
         if records:
             self._steps_sent = self.engine.records[-1].step
-        return {
-            "op": "stats",
-            "counters": self.engine.stats(),
-            "depth": self._depths(),
-            "steps": records[::-1],
-        }
+        said = {"counters": self.engine.stats(), "depth": self._depths(), "steps": records[::-1]}
+        return {"op": "stats", **said, **self._quality()}
+
+    def _quality(self) -> dict[str, Any]:
+        """Reliability of the predicted survivals, now and then; nothing without adaptive verification."""
+        policy, now = self.engine.scheduler.policy, self._clock()
+        if not isinstance(policy, Adaptive) or now - self._quality_at < QUALITY_EVERY:
+            return {}
+        self._quality_at = now
+        return {"quality": policy.calibrator.quality()}
 
     def _depths(self) -> dict[str, list[int]]:
         """Drafts verified and accepted by depth, of ended and open samples."""

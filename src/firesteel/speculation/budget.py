@@ -50,14 +50,16 @@ def choose(
 ) -> Budget:
     """The B that maximises expected tokens per millisecond; ties go to the smaller B.
 
-    survivals: expected gain of every draft that could be verified (survival
-        times the weight of its request), in any order.
+    survivals: [n] expected gain of every draft that could be verified
+        (survival times the weight of its request) in any order, or [s, n] for
+        s equally likely cases: the device picks the best B of whichever comes.
     base_rows: rows that run anyway (prompt chunks and anchors); base_value:
         expected gain without drafts (sampling requests times their weights).
     step_ms: prices row counts; extra_ms: what the step costs besides, e.g. drafting.
     room: most drafts there are rows for.
     """
-    gains = np.sort(np.nan_to_num(survivals, nan=0.0).clip(min=0.0))[::-1]
+    cases = np.atleast_2d(np.nan_to_num(survivals, nan=0.0).clip(min=0.0))
+    gains = np.sort(cases, axis=1)[:, ::-1].mean(0)
     most = min(len(gains), max(room, 0))
     value = base_value + np.concatenate(([0.0], np.cumsum(gains[:most])))
     ms = step_ms(np.arange(base_rows, base_rows + most + 1)) + extra_ms

@@ -7,6 +7,7 @@ committed step says, so a plan can be sent to other ranks as it is.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -20,7 +21,8 @@ from firesteel.speculation.cost import CostModel
 from firesteel.speculation.survival import Calibrator, Coefficients, Outcome
 
 Floats = NDArray[np.float64]
-SHRINK = 4.0  # drafting passes at which a request counts as much as all requests
+CASES = 8  # latest blocks of a request that stand for its next one
+SHRINK = 8.0  # drafting passes at which a request counts as much as all requests
 FADE = 0.02  # per step
 
 
@@ -141,7 +143,7 @@ class _Profile:
     """What is known of one request's drafts."""
 
     usual: Floats  # survival by depth, averaged over its recent drafting passes
-    latest: tuple[float, ...] = ()
+    blocks: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=CASES))
     pending: Proposed | None = None  # drafts whose fate is not known yet
     last: Proposed | None = None
     seen: int = 0
@@ -184,12 +186,8 @@ class Adaptive:
         """The best B over all drafts that exist."""
         if any(self._learns(c) for c in candidates):
             return replace(fixed([c.ready for c in candidates], load.room), reason="learning how drafts fare")
-        gains = [
-            c.weight * np.asarray(self._expected(c)[: c.ready], dtype=np.float64)
-            for c in candidates
-            if c.ready
-        ]
-        flat = np.concatenate(gains) if gains else np.zeros(0)
+        cases = [c.weight * self._blocks(c)[:, : c.ready] for c in candidates if c.ready]
+        flat = np.concatenate(cases, axis=1) if cases else np.zeros(0)
         return choose(
             flat, load.rows, load.sampling, lambda rows: self.cost.step_ms(rows, load.context), 0.0, load.room
         )
@@ -198,11 +196,16 @@ class Adaptive:
         """Whether too little is known of its temperature class to trust any prediction."""
         return self.calibrator.seen[c.kind] < self.learning
 
-    def _expected(self, c: Candidate) -> Sequence[float]:
+    def _blocks(self, c: Candidate) -> Floats:
+        """[CASES, K] survivals that its next block may turn out to have: those of its latest blocks.
+
+        One block says little of the next one, so the budget is sized on
+        several; the device ranks by the live ones.
+        """
         profile = self.profiles.get(c.request_id)
-        if profile is None or not profile.latest:
-            return [float(v) for v in self._mean]
-        return profile.latest
+        blocks = [self._filled(b) for b in profile.blocks] if profile is not None else []
+        blocks += [self._mean] * (CASES - len(blocks))
+        return np.stack(blocks)
 
     def drafting(self, candidates: Sequence[Candidate], load: Load) -> Drafting:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
@@ -293,9 +296,11 @@ class Adaptive:
         self.changed, self._plan = True, None
         self._mean = self.calibrator.usual(self.gamma)
         for profile in self.profiles.values():
+            profile.blocks.clear()
+            profile.seen = 0
             if profile.last is not None:
-                profile.latest = self._survival(profile.last)
-                profile.usual = self._filled(profile.latest)
+                profile.blocks.append(self._survival(profile.last))
+                profile.usual, profile.seen = self._filled(profile.blocks[0]), 1
 
     def _survival(self, p: Proposed) -> tuple[float, ...]:
         """Survival of a block under the present coefficients."""
@@ -323,9 +328,9 @@ class Adaptive:
     def _take(self, p: Proposed) -> None:
         full = self._filled(p.survival)
         profile = self.profiles.setdefault(p.request_id, _Profile(full.copy()))
-        rate = 0.25 if profile.seen else 1.0
-        profile.usual += rate * (full - profile.usual)
-        profile.latest, profile.pending, profile.last = tuple(float(v) for v in full[: len(p.survival)]), p, p
+        profile.usual += max(1.0 / (profile.seen + 1), 0.1) * (full - profile.usual)
+        profile.blocks.append(tuple(float(v) for v in full[: len(p.survival)]))
+        profile.pending, profile.last = p, p
         profile.seen += 1
 
     def forget(self, request_id: int) -> None:
