@@ -14,12 +14,12 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BASE        := $(VENV)/.base
 DEV         := $(VENV)/.dev
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check bench exact format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
 
-demo: $(BASE) ## serve the bundled model on this machine and show speculation at work
+demo: $(BASE) ## a word problem, code and prose on the bundled model
 	@$(BIN)/firesteel demo
 
 test: export OMP_NUM_THREADS := 1
@@ -32,6 +32,18 @@ check: $(DEV) ## formatting, lint, types and the quick tests
 	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m unit -q
+
+bench: export OMP_NUM_THREADS := 1
+bench: $(DEV) ## benchmarks against a baseline in the same run; results under bench/results
+	$(BIN)/python -m firesteel.bench.hf --json bench/results/hf.json
+	$(BIN)/python -m firesteel.bench.host --json bench/results/host.json
+
+MINUTES ?= 10
+exact: export OMP_NUM_THREADS := 1
+exact: $(DEV) ## the long proof that speculation changes no text (MINUTES=10), and random traffic
+	$(BIN)/python -m firesteel.bench.exact --minutes $(MINUTES) --json bench/results/exact.json
+	FIRESTEEL_OPERATIONS=2000 $(BIN)/python -m pytest -q tests/cpu/test_engine_random.py
+	FIRESTEEL_NOISE_LOG2=26 $(BIN)/python -m pytest -q tests/unit/test_noise.py
 
 format: $(DEV) ## rewrite the sources in the house style
 	$(BIN)/ruff format src tests

@@ -25,7 +25,7 @@ from firesteel.ops.types import Numerics, SlotState
 from oracles.toy import pairwise
 
 ARRAY = pairwise(FACTORS, seed=2)
-PARTS, ANSWER = 6, 10
+PARTS, ANSWER = 6, 8
 
 
 @pytest.fixture(scope="module")

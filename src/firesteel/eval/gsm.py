@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,8 @@ def run_arms(
     for arm in arms:
         llm = LLM(model, speculative=ARMS[arm], **settings)
         for thinking in modes:
-            name = f"{arm}, {'thinking' if thinking else 'chat'}"
-            score, texts[arm, thinking] = evaluate(
-                llm, problems, arm, thinking, progress=lambda n, name=name: progress(name, n)
-            )
+            tick = partial(progress, f"{arm}, {'thinking' if thinking else 'chat'}")
+            score, texts[arm, thinking] = evaluate(llm, problems, arm, thinking, progress=tick)
             scores.append(score)
     identical = {
         "thinking" if mode else "chat": all(texts[a, mode] == texts[arms[0], mode] for a in arms)

@@ -41,14 +41,14 @@ def round_e2m1(x: Tensor) -> Tensor:
 def fake_act(x: Tensor, group: int = 128) -> Tensor:
     """Activation rule: e4m3 with one power-of-two scale per ``group`` trailing channels.
 
-    ``x``: [..., C]; C is a multiple of ``group`` or smaller than it (then one group).
+    ``x``: [..., C]; the last group may be narrower.
     """
     with torch.no_grad():
-        size = min(group, x.shape[-1])
-        assert x.shape[-1] % size == 0, f"{x.shape[-1]} channels do not split into groups of {size}"
-        g = x.float().unflatten(-1, (-1, size))
+        channels = x.shape[-1]
+        size = min(group, channels)
+        g = F.pad(x.float(), (0, -channels % size)).unflatten(-1, (-1, size))
         scale = pow2_ceil(g.abs().amax(-1, keepdim=True).clamp(min=_AMAX_FLOOR) / E4M3_MAX)
-        q = (round_e4m3(g / scale) * scale).flatten(-2).to(x.dtype)
+        q = (round_e4m3(g / scale) * scale).flatten(-2)[..., :channels].to(x.dtype)
     return straight_through(x, q)
 
 
