@@ -47,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     serve = sub.add_parser("serve", help="an OpenAI-compatible server", allow_abbrev=False)
     add_options(serve)
 
+    calibrate = sub.add_parser("calibrate", help="fit a drafter's survival model, and say how good it is")
+    _calibrate_options(calibrate)
+
+    sub.add_parser("train", help="corpus, target, drafter or export: small V4 models", add_help=False)
+
     inspect = sub.add_parser("inspect", help="what a checkpoint holds, or must hold")
     inspect.add_argument("path", help="checkpoint folder, or a config.json alone")
     inspect.add_argument("--plan", action="store_true", help="add a memory plan")
@@ -57,6 +62,24 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--max-model-len", type=int, default=None, help="tokens of one request in the plan")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     return top
+
+
+def _calibrate_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
+    p.add_argument("--numerics", default="official", choices=("official", "float32"))
+    p.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
+    p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
+    p.add_argument("--max-num-seqs", type=int, default=32, help="prompts that run at once")
+    p.add_argument("--prompts", default=None, help="JSONL with prompt, token_ids, messages or question a line")
+    p.add_argument("--limit", type=int, default=None, help="use the first N prompts")
+    p.add_argument("--k", type=int, default=None, help="drafts per step (default: the trained block size)")
+    p.add_argument("--temperatures", default="0,1", help="each prompt is answered at each of these")
+    p.add_argument("--max-tokens", type=int, default=256, help="tokens of one answer at most")
+    p.add_argument("--acceptance", default="coupled", choices=("coupled", "rejection"))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", default="calibration.json", help="the calibration file")
+    p.add_argument("--json", default=None, metavar="FILE", help="write the report here")
 
 
 def _model_options(p: argparse.ArgumentParser) -> None:
@@ -221,6 +244,18 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from firesteel.train.calibrate import main
+
+    return main(args)
+
+
+def _train(argv: Sequence[str]) -> int:
+    from firesteel.train.cli import main
+
+    return main(argv)
+
+
 def _serve(args: argparse.Namespace) -> int:
     launch = resolve(args)
     try:
@@ -248,7 +283,7 @@ COMMANDS = {
     "generate": _generate,
     "chat": _chat,
     "demo": _demo,
-    "eval": _eval,
+    "eval": _eval, "calibrate": _calibrate,
     "inspect": _inspect,
     "serve": _serve,
 }
@@ -256,8 +291,11 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; a user's error is one line on stderr and exit code 2."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["train"]:  # programs with settings of their own
+            return _train(words[1:])
+        args = _parser().parse_args(words)
         return COMMANDS[args.command](args)
     except KeyboardInterrupt:
         return 130

@@ -164,6 +164,7 @@ class StepPlan:
     snapshots: tuple[SnapshotOrder, ...] = ()
     drafting: tuple[Decode, ...] = ()  # sampling groups that get new drafts at the end of the step
     draft_width: int = 0
+    draft_reason: str = "speculation off"
     draft_depth: int = 0  # the most drafts of one request that this step can verify
     report_drafts: bool = False  # copy confidences, margins and survivals of new drafts to the host
     calibration: tuple[tuple[tuple[float, ...], ...], tuple[float, ...], tuple[float, ...]] | None = None
@@ -292,6 +293,7 @@ class StepRecord:
     decodes: int
     budget: Budget
     rows: int
+    draft_reason: str = ""  # why the step drafts as it does
     emitted: int = 0
     verified: int = 0
     accepted: int = 0

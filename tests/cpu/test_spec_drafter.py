@@ -25,6 +25,7 @@ from firesteel.models.deepseek_v4.config import DSparkConfig
 from firesteel.models.deepseek_v4.random_init import write_random
 from firesteel.ops.types import Proposal, SlotState
 from oracles.dspark import Drafter
+from oracles.official import Options
 
 WINDOW, VOCAB, PAGE = 16, 160, 256
 MULTIPLE = 4.0  # how many floors two float32 programs may lie apart
@@ -111,7 +112,8 @@ class Judge:
     """Compares recorded passes with the oracle of a checkpoint."""
 
     def __init__(self, path: Path):
-        self.oracle, self.exact = Drafter(path), Drafter(path, torch.float64)
+        self.oracle = Drafter(path)
+        self.exact = Drafter(path, Options(official=False, dtype=torch.float64))
         self.floor = self._floor()
 
     def _floor(self) -> float:
@@ -298,6 +300,27 @@ def test_acceptance_is_partial(folders: dict[str, Path]) -> None:
             hits = [a == b for a, b in zip(s.tokens, after, strict=False)]
             counts.add(hits.index(False) if False in hits else s.width)
     assert {0, 1} < counts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_official_numerics(backend: str, folders: dict[str, Path]) -> None:
+    """The official roundings, context and block rows in FP8 included: most passes to float32's last digits.
+
+    A value at the edge of a rounding may fall on the other side, and then a whole block moves; without the
+    roundings every block does.
+    """
+    llm = engine(folders["two stages"], 4, numerics="official", backend=backend)
+    seen = record(llm)
+    texts, _ = run(llm, [random_prompt(n) for n in (1, 3, WINDOW, 2 * WINDOW + 3)], 1.0, 10)
+    rounded, smooth = (Drafter(folders["two stages"], Options(official=o)) for o in (True, False))
+    far: dict[bool, list[float]] = {True: [], False: []}
+    for s in [s for s in seen if s.cursor < len(texts[s.seed])]:
+        for official, oracle in ((True, rounded), (False, smooth)):
+            block = oracle.block(texts[s.seed][: s.cursor], s.anchor, s.width)
+            far[official].append(float((s.base - block.base).abs().max()))
+    assert len(far[True]) >= 12
+    assert sum(d < 1e-4 for d in far[True]) > 0.5 * len(far[True]), sorted(far[True])
+    assert min(far[False]) > 1e-2
 
 
 # ---- the oracle is not the engine, and it sees faults ----------------------------------------------

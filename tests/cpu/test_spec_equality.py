@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from firesteel.bench import exact
 from firesteel.bench.exact import FACTORS, Prover, choose, fastest, number_of, product_size
@@ -219,6 +220,30 @@ def test_poison_reaches_what_counts(prover: Prover, monkeypatch: pytest.MonkeyPa
     assert prover.run(dict(BUSY, poison=True)).mismatches
     monkeypatch.undo()
     assert not prover.run(dict(BUSY, poison=True)).mismatches
+
+
+def test_a_case_that_raises_is_reported(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the engine whose step failed neither hangs nor goes on."""
+    llms: list[LLM] = []
+    engine = Prover.engine
+
+    def kept(self: Prover, values: Any, case: Any) -> LLM:
+        llms.append(engine(self, values, case))
+
+        def broken(plan: Any) -> Any:
+            raise ValueError("no device")
+
+        if len(llms) == 1:
+            monkeypatch.setattr(llms[0].engine.runner, "launch", broken)
+        return llms[-1]
+
+    monkeypatch.setattr(Prover, "engine", kept)
+    monkeypatch.setattr(exact, "numbers", lambda seed: iter([number_of(BUSY)] * 2))
+    found = exact.sweep(prover, 1.0, Console(quiet=True))
+    assert found["cases"] == 2 and len(found["mismatches"]) == 1
+    assert found["mismatches"][0]["differs"] == ["raised ValueError('no device')"]
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        llms[0].generate([[5]], SamplingParams(max_tokens=2))
 
 
 # ---- the program ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
     walk      logits_j = base_j + W2·W1[x_{j-1}], x_{-1} = anchor; confidence_j = w·[z_j ; W1[x_{j-1}]]
     draft     x_j = argmax(logits_j + T·noise), the noise that the target uses at that position
 
-Float32 numerics, or float64 as the yardstick of what float32 costs.
+``Options`` choose the numerics: float32, float64 as the yardstick of what float32 costs, or official.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from torch import Tensor
 from firesteel.checkpoint.reader import Checkpoint
 from oracles.official import Options, Straight
 from oracles.sampling import gumbel
+from oracles.tensors import Tensors
+
+FLOAT32 = Options(official=False)
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,18 @@ class Block:
 class Drafter:
     """Target and drafter of a checkpoint folder; the target's pieces are the straight-line oracle's."""
 
-    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32, shuffle: int | None = None):
-        self.target = Straight(path, Options(official=False, dtype=dtype, shuffle=shuffle))
+    def __init__(self, path: str | Path, options: Options = FLOAT32):
+        self.target = Straight(path, options)
         self.c: dict[str, Any] = self.target.c
-        values = dict(self.target.source.values)
+        values, quantised = dict(self.target.source.values), set(self.target.source.quantised)
         with Checkpoint.open(path) as checkpoint:
             for name in checkpoint.tensors:
                 if name.startswith("mtp.") and not name.endswith(".scale"):
-                    values[name] = checkpoint.qtensor(name.removesuffix(".weight")).dequant()
-        object.__setattr__(self.target.source, "values", values)
+                    weight = checkpoint.qtensor(name.removesuffix(".weight"))
+                    values[name] = weight.dequant()
+                    if weight.scale is not None:
+                        quantised.add(name.removesuffix(".weight"))
+        self.target.source = Tensors(self.target.source.raw, values, frozenset(quantised))
         self.stages = len({name.split(".")[1] for name in values if name.startswith("mtp.")})
         self.last = f"mtp.{self.stages - 1}"
         self.w = self.target.w
@@ -59,12 +65,12 @@ class Drafter:
     def main_x(self, tokens: Sequence[int]) -> Tensor:
         """[n, D] of all tokens that the target has run."""
         t, ids = self.target, torch.tensor(list(tokens))
-        h = self.w("embed.weight")[ids].unsqueeze(1).repeat(1, self.c["hc_mult"], 1)
+        h = t.r(self.w("embed.weight")[ids]).unsqueeze(1).repeat(1, self.c["hc_mult"], 1)
         found = {}
         for layer in range(t.layers):
             h, _ = t.first(h, layer)
             h, _ = t.second(h, layer, ids)
-            found[layer] = h.mean(1)
+            found[layer] = t.r(h.mean(1))
         taps = torch.cat([found[i] for i in self.c["dspark_target_layer_ids"]], -1)
         return t.norm(t.linear(taps, "mtp.0.main_proj"), "mtp.0.main_norm")
 
@@ -80,7 +86,7 @@ class Drafter:
         ids = torch.tensor([anchor] + [self.c["dspark_noise_token_id"]] * (width - 1))
         at = torch.arange(start, start + width)
         low = max(0, start - self.c["sliding_window"])
-        h = self.w("embed.weight")[ids].unsqueeze(1).repeat(1, self.c["hc_mult"], 1)
+        h = t.r(self.w("embed.weight")[ids]).unsqueeze(1).repeat(1, self.c["hc_mult"], 1)
         for i in range(self.stages):
             p = f"mtp.{i}"
             before = self._row(main_x[low:], p, torch.arange(low, start))
@@ -94,22 +100,22 @@ class Drafter:
     def _row(self, x: Tensor, stage: str, at: Tensor) -> Tensor:
         """K = V rows of a stage."""
         t, p = self.target, f"{stage}.attn"
-        return t.rotate(t.norm(t.linear(x, f"{p}.wkv"), f"{p}.kv_norm"), "main", at)
+        return t.stored(t.rotate(t.norm(t.linear(x, f"{p}.wkv"), f"{p}.kv_norm"), "main", at))
 
     def _attend(self, x: Tensor, stage: str, before: Tensor, at: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         t, c, p = self.target, self.c, f"{stage}.attn"
         q = t.linear(t.norm(t.linear(x, f"{p}.wq_a"), f"{p}.q_norm"), f"{p}.wq_b")
         q = q.unflatten(-1, (c["num_attention_heads"], -1))
-        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + c["rms_norm_eps"])
-        q = t.rotate(q, "main", at)
+        q = t.rotate(t.r(q * torch.rsqrt(q.square().mean(-1, keepdim=True) + c["rms_norm_eps"])), "main", at)
         keys = torch.cat((before, self._row(x, stage, at)))
-        score = torch.einsum("nhd,md->nhm", q, keys) * q.shape[-1] ** -0.5
-        sink = self.w(f"{p}.attn_sink").view(1, -1, 1).expand(len(x), -1, 1)
-        share = torch.softmax(torch.cat((score, sink), -1), -1)[..., :-1]
-        o = t.rotate(torch.einsum("nhm,md->nhd", share, keys), "main", at, back=True)
+        # the context is one tile of the running softmax, the block the next; nothing is hidden
+        tile = (torch.arange(len(keys)) >= len(before)).long().expand(len(x), -1)
+        o = t.softmax(q, keys, tile, self.w(f"{p}.attn_sink"))
+        o = t.rotate(o, "main", at, back=True)
         groups = o.flatten(1).unflatten(1, (c["o_groups"], -1))
-        wo_a = self.w(f"{p}.wo_a.weight").unflatten(0, (c["o_groups"], -1))
-        return t.linear(torch.einsum("ngi,goi->ngo", groups, wo_a).flatten(1), f"{p}.wo_b"), {}
+        wo_a = t.r(self.w(f"{p}.wo_a.weight")).unflatten(0, (c["o_groups"], -1))
+        low = t.r(torch.einsum("ngi,goi->ngo", groups, wo_a)).flatten(1)
+        return t.linear(low, f"{p}.wo_b"), {}
 
     def _experts(self, x: Tensor, stage: str) -> tuple[Tensor, dict[str, Tensor]]:
         t, c, p = self.target, self.c, f"{stage}.ffn"
@@ -121,14 +127,15 @@ class Drafter:
         for row in range(len(x)):
             for e, w in zip(ids[row].tolist(), weight[row], strict=True):
                 out[row] += t.expert(x[row : row + 1], f"{p}.experts.{e}", w)[0]
-        return out, {}
+        return t.r(out), {}
 
     def _collapse(self, h: Tensor) -> Tensor:
+        t = self.target
         flat = h.flatten(1)
         size = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"])
         mix = (flat @ self.w(f"{self.last}.hc_head_fn").T) * size
         share = mix * self.w(f"{self.last}.hc_head_scale") + self.w(f"{self.last}.hc_head_base")
-        return torch.einsum("nj,njd->nd", torch.sigmoid(share) + self.c["hc_eps"], h)
+        return t.r(torch.einsum("nj,njd->nd", torch.sigmoid(share) + self.c["hc_eps"], h))
 
     # ---- heads ----------------------------------------------------------------------------------
     @torch.no_grad()

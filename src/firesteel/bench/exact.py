@@ -230,6 +230,16 @@ class Prover:
         llm.engine.scheduler.check()
         return self._compare(values, case, want, got, llm)
 
+    def failure(self, values: Mapping[str, Any], err: Exception) -> dict[str, Any]:
+        """A case that raised, in the form of a mismatch."""
+        return {
+            "case": number_of(values),
+            "seed": self.seed,
+            "factors": dict(values),
+            "request": None,
+            "differs": [f"raised {err!r}"],
+        }
+
     def _compare(
         self,
         values: Mapping[str, Any],
@@ -294,7 +304,12 @@ def sweep(prover: Prover, minutes: float, console: Console) -> dict[str, Any]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting")
         for number in numbers(prover.seed):
-            outcome = prover.run(choose(number))
+            try:
+                outcome = prover.run(choose(number))
+            except KeyboardInterrupt:  # what has been run still counts
+                break
+            except Exception as err:  # a case that raises is a failed case; the others go on
+                outcome = Outcome([prover.failure(choose(number), err)])
             cases += 1
             mismatches += outcome.mismatches
             total.update({k: v for k, v in asdict(outcome).items() if isinstance(v, int)})

@@ -167,6 +167,7 @@ class Engine:
                 decodes=len(plan.decodes),
                 budget=plan.budget,
                 rows=plan.rows,
+                draft_reason=plan.draft_reason,
                 emitted=sum(len(g.tokens) for g in result.groups),
                 verified=sum(g.verified for g in result.groups),
                 accepted=sum(g.accepted for g in result.groups),

@@ -164,6 +164,7 @@ class Scheduler:
             snapshots=tuple(order for _, order in board.snapshots),
             drafting=tuple(Decode(s.request_id, s.slot) for s in drafting),
             draft_width=draft.width if drafting else 0,
+            draft_reason=draft.reason,
             draft_depth=self.gamma if board.budget.drafts else 0,
             report_drafts=not isinstance(self.policy, FixedWidth),
             calibration=None if calibration is None else calibration.plain(),

@@ -8,6 +8,7 @@ uses. One half of the requests fits, the other half measures; the file is fitted
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
-from firesteel.bench.report import environment
+from firesteel.bench.report import environment, write_json
 from firesteel.config import ParameterError, SamplingParams
 from firesteel.core import Budget
 from firesteel.engine.llm import LLM
@@ -364,3 +368,37 @@ def write(fitted: Fit, said: dict[str, Any], path: str | Path) -> None:
     """The calibration file, with where it comes from."""
     origin = {k: said[k] for k in ("blocks", "requests", "k", "acceptance", "environment") if k in said}
     Path(path).write_text(json.dumps({**fitted.to_json(), "origin": origin}, indent=1) + "\n")
+
+
+def main(args: argparse.Namespace) -> int:
+    """``firesteel calibrate``: run, write the file, print what it gained."""
+    try:
+        temperatures = tuple(float(t) for t in args.temperatures.split(","))
+    except ValueError as err:
+        raise ParameterError(f"--temperatures {args.temperatures!r}: give numbers, as in 0,1") from err
+    engine = {"numerics": args.numerics, "backend": args.backend, "threads": args.threads}
+    engine |= {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
+    job = Job(
+        args.model,
+        args.prompts,
+        args.limit,
+        args.k,
+        temperatures,
+        args.max_tokens,
+        args.acceptance,
+        args.seed,
+        engine,
+    )
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("answers", total=None)
+        fitted, said = run(job, lambda done, total: bar.update(task, completed=done, total=total))
+    write(fitted, said, args.out)
+    write_json(said, args.json)
+    for name, methods in said.get("quality", {}).items():
+        table = Table("depth", "accepted", *(f"{m} {q}" for m in methods for q in ("ECE", "AUC")), title=name)
+        for lines in zip(*methods.values(), strict=True):
+            cells = (f"{line[q]:.3f}" for line in lines for q in ("ece", "auc"))
+            table.add_row(str(lines[0]["depth"]), f"{lines[0]['accepted']:.3f}", *cells)
+        Console().print(table)
+    Console().print(f"{said['blocks']} blocks of {said['requests']} requests; wrote {args.out}")
+    return 0

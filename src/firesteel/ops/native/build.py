@@ -120,7 +120,11 @@ def _compile(cxx: str, flags: tuple[str, ...], work: Path) -> Path:
     for out, source, extra in units:
         command = [cxx, *flags, *extra, "-c", str(HERE / source), "-o", str(work / out)]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    outputs = [process.communicate(timeout=SECONDS)[0] for process in running]
+    try:
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()  # does nothing to one that has ended
     for process, output in zip(running, outputs, strict=True):
         _check(process.returncode, output, cxx)
     made = work / "ops.so"
