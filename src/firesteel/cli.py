@@ -71,7 +71,9 @@ def _calibrate_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
     p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
     p.add_argument("--max-num-seqs", type=int, default=32, help="prompts that run at once")
-    p.add_argument("--prompts", default=None, help="JSONL with prompt, token_ids, messages or question a line")
+    p.add_argument(
+        "--prompts", default=None, help="JSONL with prompt, token_ids, messages or question a line"
+    )
     p.add_argument("--limit", type=int, default=None, help="use the first N prompts")
     p.add_argument("--k", type=int, default=None, help="drafts per step (default: the trained block size)")
     p.add_argument("--temperatures", default="0,1", help="each prompt is answered at each of these")
@@ -283,7 +285,8 @@ COMMANDS = {
     "generate": _generate,
     "chat": _chat,
     "demo": _demo,
-    "eval": _eval, "calibrate": _calibrate,
+    "eval": _eval,
+    "calibrate": _calibrate,
     "inspect": _inspect,
     "serve": _serve,
 }

@@ -197,6 +197,11 @@ def test_any_text_any_cut(fragments: list[str], thinking: bool, truncated: bool,
     assert not marked(whole) or "｜" in fragments
 
 
+def test_a_tag_inside_a_name_never_shows() -> None:
+    got = parse(['<｜DSML｜invoke name="g<｜DSML｜tool_calls>">'], False)
+    assert not marked(got) and got == parse(list('<｜DSML｜invoke name="g<｜DSML｜tool_calls>">'), False)
+
+
 def test_a_call_survives_the_chat_encoding() -> None:
     """What the encoder writes for an assistant's calls is what the parser reads."""
     arguments = {"city": 'A "quoted" \n</think> city', "days": [1, {"x": None}], "unit": "", "flag": True}

@@ -16,9 +16,10 @@ from firesteel.models.deepseek_v4 import chat_strings as s
 MAX_HEAD = 512  # characters between the DSML token and ">" of a tag
 _STARTS = (s.THINK, s.END_THINK, f"<{s.DSML}", f"</{s.DSML}", s.DSML)
 _START = re.compile("|".join(re.escape(t) for t in _STARTS))
-_BODY = r'(?:"[^"\n]*"|[^<>"\n])*'
+_QUOTED = rf'(?:(?!{s.DSML})[^"\n])*'  # a value that holds a DSML token makes the tag malformed
+_BODY = rf'(?:"{_QUOTED}"|[^<>"\n])*'
 _HEAD = re.compile(rf"({_BODY})>")
-_OPEN_HEAD = re.compile(rf'{_BODY}(?:"[^"\n]*)?\Z')
+_OPEN_HEAD = re.compile(rf'{_BODY}(?:"{_QUOTED})?\Z')
 _NAME = re.compile(r"[A-Za-z_]{0,32}")
 _ATTRIBUTE = re.compile(r'([A-Za-z_]+)="([^"\n]*)"')
 

@@ -275,7 +275,8 @@ class DrafterTrainer:
         """Target and drafter in one folder, ``model`` inside the run's."""
         fresh, folder = self.opt.out / "model.tmp", self.opt.out / "model"
         shutil.rmtree(fresh, ignore_errors=True)
-        export(self.target, fresh, self.opt.data / "tokenizer.json", self.drafter)
+        tokenizer = self.opt.data / "tokenizer.json"
+        export(self.target, fresh, tokenizer if tokenizer.is_file() else None, self.drafter)
         shutil.rmtree(folder, ignore_errors=True)
         fresh.replace(folder)
         return folder
