@@ -10,24 +10,22 @@ from rich.console import Console
 from firesteel.config import SamplingParams
 from firesteel.engine.llm import LLM
 from firesteel.engine.output import Completion
+from firesteel.eval.gsm import PROBLEMS, read_problems
 
-PROBLEM = (
-    "Mia has 3 boxes with 12 pencils in each box. She gives 9 pencils to her brother and buys 5 more. "
-    "How many pencils does Mia have now?"
-)
-CODE = "def mean(values):\n    "
-PROSE = "The first rule of good writing is"
+CODE = 'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n'
+PROSE = "It was a cold morning, and the old man"
 
 
 def run_demo(llm: LLM, as_json: bool = False) -> int:
-    """A word problem, code and prose: prompt, answer, speed."""
+    """A word problem (the first of the shipped test set), code and prose: prompt, answer, speed."""
+    problem = read_problems(PROBLEMS, 1)[0].question
     greedy = SamplingParams(max_tokens=200, temperature=0.0)
     short = SamplingParams(max_tokens=64, temperature=0.0)
     lively = SamplingParams(max_tokens=64, temperature=0.7, seed=1)
     assert llm.tokenizer is not None, "the bundled model has a tokenizer"
     bos = llm.config.bos_token_id
     cases: list[tuple[str, str, Any, SamplingParams]] = [
-        ("word problem", PROBLEM, llm.prompt_of([{"role": "user", "content": PROBLEM}]), greedy),
+        ("word problem", problem, llm.prompt_of([{"role": "user", "content": problem}]), greedy),
         ("code", CODE, [bos, *llm.tokenizer.encode(CODE)], short),
         ("prose, temperature 0.7", PROSE, [bos, *llm.tokenizer.encode(PROSE)], lively),
     ]
@@ -45,10 +43,10 @@ def run_demo(llm: LLM, as_json: bool = False) -> int:
 
 def _show(console: Console, name: str, prompt: str, done: Completion) -> None:
     console.rule(name)
-    console.print(prompt, style="bold", markup=False, end="" if not prompt.endswith("?") else "\n")
+    console.print(prompt, style="bold", markup=False, end="\n" if name == "word problem" else "")
     console.print(done.text, markup=False)
     console.print(
-        f"{len(done.token_ids)} tokens, {done.stats['tokens_per_second']:.0f} tokens/s, seed {done.seed}, "
+        f"{len(done.token_ids)} tokens, {done.stats['tokens_per_second']:.0f} tokens/s, "
         f"ended by {done.finish_reason}",
         style="dim",
         markup=False,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from firesteel import cli
+from firesteel.bench.toys import Toys
 from firesteel.config import ParameterError, SamplingParams
 from firesteel.engine.llm import LLM
 from firesteel.models.deepseek_v4.config import DSparkConfig, V4Config
@@ -302,9 +303,8 @@ def test_an_answer_that_ends_elsewhere_drops_the_rest(folder: Path, monkeypatch:
         assert rows.tokens[0, place] == token
         assert (rows.tokens[0, kept:16] == 2).all() and (rows.classes[0, kept:16] == gsm.SCAFFOLD).all()
         assert torch.equal(rows.tokens[0, 16:], tokens[0, 16:])
-        assert rows.own[0, :17].nonzero()[:, 0].tolist() == [
-            p for p in (3, 4, 5, 6) if p <= place and p < kept
-        ]
+        mine = [p for p in (3, 4, 5, 6) if p <= place] + [p for p in (9, 10, 11) if kept == 12]
+        assert rows.own[0].nonzero()[:, 0].tolist() == mine
 
 
 def test_sampling_uses_its_noise(folder: Path) -> None:
@@ -334,15 +334,10 @@ def test_judging_counts_leading_agreement() -> None:
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
-def test_a_perfect_markov_head_is_always_accepted(heat: float) -> None:
+def test_a_perfect_markov_head_is_always_accepted(tmp_path: Path, heat: float) -> None:
     """The target's text is a bigram of its noise; a drafter that is the bigram gets all of it."""
-    from firesteel.bench.toys import Toys
-
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as place:
-        folder = Toys(Path(place)).folder("copy")
-        target, drafter = load(folder, FLOAT32).eval(), load_drafter(folder, FLOAT32).eval()
+    folder = Toys(tmp_path).folder("copy")
+    target, drafter = load(folder, FLOAT32).eval(), load_drafter(folder, FLOAT32).eval()
     prompts = drafter_eval.Prompts("bigram", [[0, 5, 9], [0, 70]], [[], []], 12)
     tally = drafter_eval.measure(target, drafter, prompts, heat, seed=4)
     rates = [r for r in tally.to_json()["acceptance"] if r is not None]
@@ -370,8 +365,8 @@ def accepted(folder: Path, prompts: list[list[int]]) -> float:
 def test_training_makes_the_engine_accept_more(folder: Path, tmp_path: Path) -> None:
     target = load(folder, QUANTISED).eval()
     gen = torch.Generator().manual_seed(2)
-    prompts = [[0, *torch.randint(3, VOCAB, (3,), generator=gen).tolist()] for _ in range(30)]
-    rows = single_rows(prompts[:24], [[]] * 24, 28, 16, 1.0, 7, torch.device("cpu"))
+    prompts = [[0, *torch.randint(3, VOCAB, (3,), generator=gen).tolist()] for _ in range(18)]
+    rows = single_rows(prompts[:12], [[]] * 12, 28, 16, 1.0, 7, torch.device("cpu"))
     rewrite(target, rows, 28)
     argv = [
         "--data",
@@ -387,22 +382,22 @@ def test_training_makes_the_engine_accept_more(folder: Path, tmp_path: Path) -> 
         "--every",
         5,
     ]
-    argv += ["--anchors", 6, "--warmup", 5, "--no-compile", "--rate", 2, "--save-seconds", 1e9]
+    argv += ["--anchors", 3, "--warmup", 5, "--no-compile", "--rate", 2, "--save-seconds", 1e9]
     opt = drafter_run.options([str(a) for a in argv])
-    shape = drafter_run.data.Shape(24, 24, 32, 32, 16)
+    shape = drafter_run.data.Shape(12, 12, 32, 32, 16)
     cfg = drafter_run.draft_config(replace(V4Config.load(folder), dspark=None, mtp_stages=0), opt)
     assert cfg.dspark == DSparkConfig(BLOCK, 2, (0, 1, 2), 16, 3)
     trainer = drafter_run.DrafterTrainer(target, cfg, shape, opt)
-    before = accepted(trainer.export(), prompts[24:])
+    before = accepted(trainer.export(), prompts[12:])
     source = batches(rows)
-    losses = [float(trainer.train_step(trainer.fresh(source))["loss"]) for _ in range(40)]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.4, losses
-    after = accepted(trainer.export(), prompts[24:])
+    losses = [float(trainer.train_step(trainer.fresh(source))["loss"]) for _ in range(30)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5, losses
+    after = accepted(trainer.export(), prompts[12:])
     assert after > before + 0.05, (before, after)
     trainer.save()
     other = drafter_run.DrafterTrainer(load(folder, QUANTISED), cfg, shape, opt)
     other.resume(tmp_path / "drafter.pt")
-    assert other.step == 40
+    assert other.step == 30
     for name, value in trainer.drafter.state_dict().items():
         assert torch.equal(value, other.drafter.state_dict()[name]), name
 
@@ -472,7 +467,7 @@ def test_calibration_undoes_overconfidence() -> None:
         lines = said["quality"][name]
         for j in range(3):
             raw, sts, logistic = (lines[how][j] for how in ("head", "sts", "logistic"))
-            assert raw["ece"] > 0.05 > max(sts["ece"], logistic["ece"])
+            assert raw["ece"] > 0.08 > max(sts["ece"], logistic["ece"])
             assert raw["survival_ece"] > sts["survival_ece"]
             assert raw["brier"] > logistic["brier"]
             assert sts["auc"] == pytest.approx(raw["auc"]) and sts["auc"] > 0.75

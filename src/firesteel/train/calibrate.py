@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,8 +152,11 @@ def conditional(blocks: Blocks, fitted: Fit | None, how: str) -> Floats:
     return logistic(blocks.head / scale)
 
 
-def by_depth(blocks: Blocks, predicted: Floats) -> list[dict[str, float]]:
-    """Quality of conditional predictions and of their running product, by depth; ECE in 15 equal-mass bins."""
+def by_depth(blocks: Blocks, predicted: Floats) -> list[dict[str, float | None]]:
+    """Quality of conditional predictions and of their running product, by depth; ECE in 15 equal-mass bins.
+
+    An AUC is None where only one outcome occurred.
+    """
     out = []
     survival = np.cumprod(predicted, axis=1)
     for j in range(blocks.depths):
@@ -162,11 +166,11 @@ def by_depth(blocks: Blocks, predicted: Floats) -> list[dict[str, float]]:
         s, alive = survival[known, j], (blocks.accepted[known] > j).astype(np.float64)
         if len(p) == 0:
             continue
-        line = {"depth": j + 1, "samples": len(p), "accepted": float(truth.mean())}
+        line: dict[str, float] = {"depth": j + 1, "samples": len(p), "accepted": float(truth.mean())}
         line |= {"ece": ece(p, truth), "brier": brier(p, truth), "auc": auc(p, truth)}
         line |= {"blocks": len(s), "survived": float(alive.mean()), "survival_ece": ece(s, alive)}
         line |= {"survival_brier": brier(s, alive), "survival_auc": auc(s, alive)}
-        out.append(line)
+        out.append({k: None if math.isnan(v) else v for k, v in line.items()})
     return out
 
 
@@ -397,7 +401,7 @@ def main(args: argparse.Namespace) -> int:
     for name, methods in said.get("quality", {}).items():
         table = Table("depth", "accepted", *(f"{m} {q}" for m in methods for q in ("ECE", "AUC")), title=name)
         for lines in zip(*methods.values(), strict=True):
-            cells = (f"{line[q]:.3f}" for line in lines for q in ("ece", "auc"))
+            cells = ("-" if line[q] is None else f"{line[q]:.3f}" for line in lines for q in ("ece", "auc"))
             table.add_row(str(lines[0]["depth"]), f"{lines[0]['accepted']:.3f}", *cells)
         Console().print(table)
     Console().print(f"{said['blocks']} blocks of {said['requests']} requests; wrote {args.out}")

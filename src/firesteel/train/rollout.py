@@ -54,6 +54,7 @@ def noise(seed: int, row: int, length: int, vocab: int, device: torch.device) ->
     return draw.clamp_(min=1e-30).log_().neg_()
 
 
+@torch.no_grad()
 def sampled(model: V4Train, hidden: Tensor, rows: Rows) -> Tensor:
     """int64 [B, S]: the token that the target samples at every position, given all before it."""
     want = rows.tokens.clone()
