@@ -25,7 +25,8 @@ from firesteel.train.drafter import Anchors, DrafterTrain
 from firesteel.train.model import V4Train
 from firesteel.train.rollout import Rows, noise, rewrite, single_rows
 
-ROWS = 8  # evaluated at once
+GROUP = 64  # prompts that the target answers at once
+ROWS = 8  # answers whose blocks exist at once
 
 
 @dataclass(frozen=True)
@@ -201,18 +202,20 @@ def judge(
 def measure(
     target: V4Train, drafter: DrafterTrain, prompts: Prompts, heat: float, seed: int, passes: int = 200
 ) -> Tally:
-    """Let the target write, let the drafter guess."""
+    """Let the target write, let the drafter guess; ``GROUP`` prompts at a time."""
     device = target.head.weight.device
-    rows = single_rows(prompts.ids, prompts.guesses, prompts.limit, target.align, heat, seed, device)
-    rewrite(target, rows, passes, until_settled=True)
     found, tokens, steps = [], 0, 0
-    for lo in range(0, len(rows.tokens), ROWS):
-        few = part(rows, lo, min(lo + ROWS, len(rows.tokens)))
-        for i, proposals in enumerate(propose(target, drafter, few, lo)):
-            if int(few.own[i].sum()) < 2:
-                continue
-            blocks, n, s = judge(proposals, few.tokens[i], few.own[i], heat, lo + i)
-            found.append(blocks)
-            tokens, steps = tokens + n, steps + s
+    for begin in range(0, len(prompts.ids), GROUP):
+        ids, guesses = (x[begin : begin + GROUP] for x in (prompts.ids, prompts.guesses))
+        rows = single_rows(ids, guesses, prompts.limit, target.align, heat, seed * 4096 + begin, device)
+        rewrite(target, rows, passes, until_settled=True)
+        for lo in range(0, len(ids), ROWS):
+            few = part(rows, lo, min(lo + ROWS, len(ids)))
+            for i, proposals in enumerate(propose(target, drafter, few, lo)):
+                if int(few.own[i].sum()) < 2:
+                    continue
+                blocks, n, s = judge(proposals, few.tokens[i], few.own[i], heat, begin + lo + i)
+                found.append(blocks)
+                tokens, steps = tokens + n, steps + s
     assert found, "prompts without answers"
     return Tally(prompts.name, heat, Blocks.joined(found), tokens, steps)

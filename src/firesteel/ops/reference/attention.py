@@ -120,7 +120,8 @@ class ReferenceAttention(ReferenceMatrix):
         closing = torch.nonzero(rows.valid & ((rows.positions + 1) % w.ratio == 0)).flatten()
         if closing.numel():
             value, score = self._pool_inputs(raw, w, memory.raw, rows, closing)
-            entry = (torch.softmax(score, dim=1) * value).sum(1)
+            share = torch.exp(score - score.amax(1, keepdim=True))  # softmax over dim 1 depends on the batch
+            entry = (share / share.sum(1, keepdim=True) * value).sum(1)
             cos, sin = ctx.entry_rotary[w.ratio]
             entry = self.act(numeric.rotate(self.norm(self.act(entry), w.norm), cos[closing], sin[closing]))
             entry = self._indexed(entry) if w.index else self._stored(entry, w.rope_dim)
