@@ -182,7 +182,7 @@ class DrafterTrainer:
         losses.total.backward()
         factor = schedule(self.learned, self.step, self.opt.warmup)
         norm = self.optimiser.step(self.opt.rate * factor)
-        worst = run.balance(drafter.mtp, out.loads, 1e-3 * factor)
+        worst = run.balance(drafter.mtp, out.loads, 2e-3 * factor)
         self.step += 1
         values = {"loss": losses.total, "ce": losses.ce, "l1": losses.l1, "bce": losses.bce}
         values |= {"first": losses.agree_first, "last": losses.agree_last, "norm": norm, "load": worst}
