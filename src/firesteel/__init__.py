@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from firesteel.config import EngineConfig, SamplingParams
+    from firesteel.config import EngineConfig, ParameterError, SamplingParams
     from firesteel.engine.asynchronous import AsyncEngine
     from firesteel.engine.llm import LLM
     from firesteel.engine.output import Completion
@@ -17,10 +17,19 @@ _LAZY = {
     "LLM": "firesteel.engine.llm",
     "Completion": "firesteel.engine.output",
     "EngineConfig": "firesteel.config",
+    "ParameterError": "firesteel.config",
     "SamplingParams": "firesteel.config",
 }
 
-__all__ = ["LLM", "AsyncEngine", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Completion",
+    "EngineConfig",
+    "ParameterError",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

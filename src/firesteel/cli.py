@@ -141,6 +141,10 @@ def _params(args: argparse.Namespace) -> Any:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from firesteel.config import ParameterError
+
+    if args.thinking and not args.chat:
+        raise ParameterError("--thinking: only a chat thinks; add --chat")
     params = _params(args)
     llm = _llm(args)
     prompt = args.prompt
@@ -186,7 +190,12 @@ def _chat(args: argparse.Namespace) -> int:
         if not line.strip():
             return 0
         messages.append({"role": "user", "content": line})
-        done = _print_stream(llm, llm.prompt_of(messages, args.thinking), params)
+        try:
+            done = _print_stream(llm, llm.prompt_of(messages, args.thinking), params)
+        except ValueError as err:  # one bad line must not end the conversation
+            print(f"firesteel: {err}", file=sys.stderr)
+            messages.pop()
+            continue
         reasoning, found, answer = done.text.partition("</think>")
         message = {"role": "assistant", "content": answer if found else done.text}
         if found:
@@ -269,6 +278,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    import math
+
+    from firesteel.config import ParameterError
+
+    if not (math.isfinite(args.gpu_gib) and args.gpu_gib > 0):
+        raise ParameterError(f"gpu_gib={args.gpu_gib}: expected a positive number of GiB")
+    for name in ("tp", "max_model_len"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ParameterError(f"{name}={value}: expected an integer from 1 up")
     from firesteel.inspect import run_inspect
 
     return run_inspect(

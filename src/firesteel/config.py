@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -30,7 +30,19 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _as_tuple(name: str, value: Any, want: str) -> tuple[Any, ...]:
+    """A sequence as a tuple; anything else is an error that names the parameter."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ParameterError(f"{name}={value!r}: expected {want}")
+    return tuple(value)
 
 
 def _between(low: float, high: float, *, open_low: bool = False) -> Callable[[object], bool]:
@@ -47,7 +59,7 @@ _NUMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "temperature": (_between(0, 100), "a number from 0 (greedy) to 100"),
     "top_p": (_between(0, 1, open_low=True), "a number above 0, at most 1"),
     "min_p": (_between(0, 1), "a number from 0 to 1"),
-    "repetition_penalty": (_between(0, 100, open_low=True), "a number above 0, at most 100"),
+    "repetition_penalty": (_between(0.01, 100), "a number from 0.01 to 100"),
     "presence_penalty": (_between(-2, 2), "a number from -2 to 2"),
     "frequency_penalty": (_between(-2, 2), "a number from -2 to 2"),
 }
@@ -158,25 +170,25 @@ class SamplingParams:
 
         for name in ("stop", "bad_words"):
             value = getattr(self, name)
-            value = (value,) if isinstance(value, str) else tuple(value)
+            value = (value,) if isinstance(value, str) else _as_tuple(name, value, "non-empty strings")
             _require(all(isinstance(s, str) and s for s in value), name, value, "non-empty strings")
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stops = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids >= 0")
+        object.__setattr__(self, "stop_token_ids", stops)
         _require(ids(self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids >= 0")
-        words = tuple(tuple(w) for w in self.bad_word_ids)
+        words = tuple(
+            _as_tuple("bad_word_ids", w, "non-empty lists of token ids")
+            for w in _as_tuple("bad_word_ids", self.bad_word_ids, "non-empty lists of token ids")
+        )
         _require(all(w and ids(w) for w in words), "bad_word_ids", words, "non-empty lists of token ids")
         object.__setattr__(self, "bad_word_ids", words)
         if self.allowed_token_ids is not None:
-            allowed = tuple(self.allowed_token_ids)
+            allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, "at least one token id")
             _require(bool(allowed) and ids(allowed), "allowed_token_ids", allowed, "at least one token id")
             object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(allowed))))
         bias = self.logit_bias
-        _require(
-            isinstance(bias, Mapping) and len(bias) <= MAX_BIAS,
-            "logit_bias",
-            bias,
-            f"at most {MAX_BIAS} entries",
-        )
+        _require(isinstance(bias, Mapping), "logit_bias", bias, "a mapping from token ids to numbers")
+        _require(len(bias) <= MAX_BIAS, "logit_bias", len(bias), f"at most {MAX_BIAS} entries")
         for token, value in bias.items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids >= 0 as keys")
             _require(_between(-100, 100)(value), "logit_bias", value, "numbers from -100 to 100 as values")
@@ -344,6 +356,12 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "default_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, name, value, "an integer >= 1")
+        _require(
+            self.threads is None or (_is_int(self.threads) and self.threads <= 256),
+            "threads",
+            self.threads,
+            "at most 256",
+        )
         for name in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), name, value, "an integer >= 1 or None")

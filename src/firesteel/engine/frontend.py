@@ -28,6 +28,8 @@ class Frontend:
         """Token ids of a prompt; raises ParameterError without a tokenizer, and for what is no id."""
         if not isinstance(prompt, str):
             try:
+                if isinstance(prompt, bytes | bytearray) or any(isinstance(i, bool) for i in prompt):
+                    raise TypeError("bytes or booleans")
                 return tuple(operator.index(i) for i in prompt)
             except TypeError as err:
                 raise ParameterError(f"prompt: neither text nor a list of token ids ({err})") from err

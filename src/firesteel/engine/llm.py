@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class LLM:
     ):
         self.settings = EngineConfig.of(**settings)
         self.frontend = Frontend(build_engine(model, self.settings, progress))
+        self._entry, self._owner = threading.Lock(), 0
         self.engine, self.config = self.frontend.engine, self.frontend.config
         self.tokenizer, self.path, self.notes = (
             self.frontend.tokenizer,
@@ -51,8 +53,10 @@ class LLM:
         each = _per_prompt(params, len(many))
         answers: list[Answer] = []
         try:
-            for prompt, p in zip(many, each, strict=True):
-                answers.extend(self.frontend.add(prompt, p))
+            with self._entry:
+                self._claim()
+                for prompt, p in zip(many, each, strict=True):
+                    answers.extend(self.frontend.add(prompt, p))
             for changed in self._run(answers):
                 if on_token is not None:
                     self._tell(changed, on_token)
@@ -77,7 +81,9 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise ParameterError(f"n={params.n}: a stream has one answer; use generate or set n=1")
-        answers = self.frontend.add(prompt, params)
+        with self._entry:
+            self._claim()
+            answers = self.frontend.add(prompt, params)
         try:
             for _ in self._run(answers):
                 piece = answers[0].delta()
@@ -98,6 +104,13 @@ class LLM:
         return self.frontend.prompt_of(messages, thinking, reasoning_effort, **encoding)
 
     # ---- inside ----------------------------------------------------------------
+    def _claim(self) -> None:
+        """One thread at a time turns the loop; another one gets an error instead of lost updates."""
+        me = threading.get_ident()
+        if self.frontend.open and self._owner != me:
+            raise ParameterError("LLM: another thread is generating; use AsyncEngine for concurrent callers")
+        self._owner = me
+
     def _run(self, answers: list[Answer]) -> Iterator[list[Answer]]:
         """Turn the loop until the answers are done; yields what each turn changed."""
         while any(a.finish is None for a in answers):
@@ -121,8 +134,12 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | bytes | bytearray):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ParameterError(
+            f"prompts: expected text, token ids or a list of prompts, found {type(prompts).__name__}"
+        )
     ids = [p for p in prompts if isinstance(p, int)]
     if ids and len(ids) < len(prompts):
         raise ParameterError(

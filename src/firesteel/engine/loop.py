@@ -27,6 +27,22 @@ class QueueFull(RuntimeError):
     """Too many requests wait; come back later."""
 
 
+def _check_choice(
+    params: SamplingParams, words: tuple[tuple[int, ...], ...], stop_ids: tuple[int, ...]
+) -> None:
+    """Raise ParameterError if the parameters leave no token to sample."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids) - {w[0] for w in words if len(w) == 1}
+    if not left:
+        raise ParameterError("allowed_token_ids: every one of them is a bad word; allow another token")
+    if params.min_tokens and left <= set(stop_ids):
+        raise ParameterError(
+            "allowed_token_ids: nothing but end tokens, which min_tokens forbids; "
+            "allow another token or set min_tokens=0"
+        )
+
+
 @dataclass(frozen=True)
 class Update:
     """What a commit brought for one request."""
@@ -81,6 +97,7 @@ class Engine:
                 f"{self.config.max_waiting} requests wait already; retry later or raise max_waiting"
             )
         words = (*params.bad_word_ids, *bad_words)
+        _check_choice(params, words, stop_ids)
         seq = Sequence(self._next_id, prompt, params, seed, max_len, stop_ids, sample, words)
         if params.speculative:
             gamma = self.config.gamma

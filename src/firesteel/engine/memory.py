@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from firesteel.config import ParameterError
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.state import (
     LayerMemory,
@@ -111,7 +112,13 @@ class Memory:
         self.snapshot_floats = sum(p.rows * p.width for p in snapshot)
         line = max(page_floats(config), -(-self.snapshot_floats // 8), 1)
         self.snapshot_pages = -(-self.snapshot_floats // line)
-        self.arena = torch.zeros(num_pages + 1, line, device=device)
+        try:
+            self.arena = torch.zeros(num_pages + 1, line, device=device)
+        except (RuntimeError, OverflowError) as err:
+            gib = (num_pages + 1) * line * 4 / 2**30
+            raise ParameterError(
+                f"num_pages={num_pages}: {gib:.1f} GiB cannot be allocated; lower it"
+            ) from err
         self.layers: list[LayerMemory] = allocate(config, slots + 1, self.arena, gamma, device)
         self.stages = allocate_stages(config, slots + 1, stages, gamma, device)
         self.page_table = torch.zeros(slots + 1, self.columns, dtype=torch.int64, device=device)

@@ -465,7 +465,9 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish = reason
         if reason is FinishReason.ERROR:
-            seq.error = "the model's logits were not finite"
+            seq.error = (
+                "no token could be sampled: the model's logits were not finite, or every token was excluded"
+            )
             for key in (*seq.keys, *seq.chain):  # what it stored or reused may be broken: nobody may hit it
                 if self.cache is not None:
                     self.cache.forget(key)

@@ -9,6 +9,8 @@ from firesteel.config import SamplingParams
 from firesteel.core import Admission, FinishReason, Shaping
 from firesteel.engine.runner import TokenScore
 
+MAX_TOP_K = 2**31 - 1  # what the device's tables hold; more than any vocabulary
+
 
 @dataclass(eq=False)  # one is itself, whatever it holds
 class Sequence:
@@ -102,7 +104,7 @@ class Sequence:
         """What the device must do to the logits."""
         p = self.params
         return Shaping(
-            top_k=max(p.top_k, 0),
+            top_k=min(max(p.top_k, 0), MAX_TOP_K),
             top_p=p.top_p,
             min_p=p.min_p,
             repetition=p.repetition_penalty,
@@ -111,7 +113,7 @@ class Sequence:
             bias=tuple(sorted(p.logit_bias.items())),
             allowed=p.allowed_token_ids,
             bad_words=self.bad_words,
-            stop_from=len(self.prompt) + p.min_tokens,
+            stop_from=min(len(self.prompt) + p.min_tokens, self.max_len),
             prompt_len=len(self.prompt),
         )
 

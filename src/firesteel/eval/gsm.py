@@ -62,6 +62,10 @@ def read_problems(path: str | Path, limit: int | None = None) -> list[Problem]:
                 f"problems: {path}, line {i}: the answer has no number; end it with '#### N'"
             )
         out.append(problem)
+    if limit is not None and limit < 1:
+        raise ParameterError(f"limit={limit}: expected an integer from 1 up")
+    if not out:
+        raise ParameterError(f"problems: {path} holds none; give a JSONL file with question and answer")
     return out[:limit]
 
 
