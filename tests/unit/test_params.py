@@ -18,7 +18,7 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "top_k": ((-1, 0, 1, 10**9), (-2, 1.0, None, True)),
     "top_p": ((1e-9, 0.5, 1, 1.0), (0, 0.0, -0.1, 1.0001, math.nan, None, True)),
     "min_p": ((0, 0.5, 1), (-1e-9, 1.0001, math.inf, None)),
-    "repetition_penalty": ((1e-9, 1, 100), (0, -1, 100.1, math.nan, None)),
+    "repetition_penalty": ((0.01, 1, 100), (0, 0.009, 1e-300, -1, 100.1, math.nan, None)),
     "presence_penalty": ((-2, 0, 2), (-2.1, 2.1, math.nan, None)),
     "frequency_penalty": ((-2, 0.0, 2), (-2.1, 2.1, math.inf, None)),
     "logit_bias": (
