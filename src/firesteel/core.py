@@ -172,7 +172,6 @@ class StepPlan:
     predicted_ms: float = 0.0  # the whole step, drafting included
     forget: tuple[int, ...] = ()  # saved requests that ended
     shaped: bool = False  # some sampling row has its logits changed
-    random: bool = True  # some sampling row has a temperature above 0
     logprobs: int = -1  # the most that any sampling or scored row reports; -1: none
 
     @property

@@ -166,13 +166,12 @@ class Scheduler:
             draft_width=draft.width if drafting else 0,
             draft_reason=draft.reason,
             draft_depth=self.gamma if board.budget.drafts else 0,
-            report_drafts=not isinstance(self.policy, FixedWidth),
+            report_drafts=self.policy.learns,
             calibration=None if calibration is None else calibration.plain(),
             context=load.context,
             predicted_ms=self.policy.predict(rows, load.context, draft),
             forget=forget,
             shaped=any(s.shaped for s in sampling),
-            random=any(s.params.temperature > 0 for s in sampling),
             logprobs=max((r for r in reports if r is not None), default=-1),
         )
 

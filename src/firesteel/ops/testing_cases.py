@@ -69,12 +69,21 @@ def cached(ops: Ops, name: str, make: Callable[[], Any]) -> Any:
     return store[name]
 
 
+WIDTH = 96  # hidden size of the row cases
+
+
+def row_inputs() -> tuple[Tensor, Tensor, list[int]]:
+    """Activations [POOL, WIDTH], token ids [POOL], all rows."""
+    tokens = torch.randint(0, 64, (POOL,), generator=torch.Generator().manual_seed(4))
+    return normal(POOL, WIDTH, seed=3), tokens, list(range(POOL))
+
+
 def row_cases() -> list[Case]:
-    d, hc, k = 96, 4, 3
-    h, f, x = normal(POOL, hc, d), normal(POOL, d, seed=2), normal(POOL, d, seed=3)
-    every = list(range(POOL))
+    d, hc = WIDTH, 4
+    h, f = normal(POOL, hc, d), normal(POOL, d, seed=2)
+    x, tokens, every = row_inputs()
     norm, wide = Norm(1 + 0.1 * normal(d), 1e-6), Norm(normal(2 * d), 1e-6)
-    table, tokens = normal(64, d), torch.randint(0, 64, (POOL,), generator=torch.Generator().manual_seed(4))
+    table = normal(64, d)
     post, comb = torch.rand(POOL, hc), torch.rand(POOL, hc, hc) / hc
     comb2 = comb[:, :2, :2]
 
@@ -84,6 +93,38 @@ def row_cases() -> list[Case]:
         if iters:
             return Hyper(fn, base, scale, iters, 1e-6, 1e-6)
         return HyperHead(fn, base, scale[:1], 1e-6, 1e-6)
+
+    groups = normal(POOL, 8, 48, seed=8)
+
+    def output(ops: Ops, rows: list[int]) -> Tensor:
+        low = cached(
+            ops, "wo_a", lambda: tuple(ops.linear_weight(weight("bf16", 32, 192, s)) for s in (1, 2))
+        )
+        last = cached(ops, "wo_b", lambda: ops.linear_weight(weight("fp8", d, 64)))
+        return ops.output(groups[rows], low, last)
+
+    def stacked(ops: Ops, rows: list[int]) -> Tensor:
+        w = cached(ops, "stacked", lambda: ops.stacked_weight([weight("bf16", 40, d), weight("f32", 41, d)]))
+        return ops.linear_f32(x[rows], w)
+
+    return [
+        Case("embed", lambda o, r: o.embed(table, tokens[r], hc), every, exact=True),
+        Case("norm", lambda o, r: o.norm(x[r], norm), every),
+        Case("norm_plain", lambda o, r: o.norm(x[r][:, :77], Norm(None, 1e-6)), every),
+        Case("hyper_pre", lambda o, r: o.hyper_pre(h[r], hyper(o, 24, 20), norm), every),
+        Case("hyper_pre_2", lambda o, r: o.hyper_pre(h[r].view(-1, 2, 2 * d), hyper(o, 8, 3), wide), every),
+        Case("hyper_post", lambda o, r: o.hyper_post(f[r], h[r], post[r], comb[r]), every),
+        Case("hyper_post_2", lambda o, r: o.hyper_post(f[r], h[r][:, :2], post[r][:, :2], comb2[r]), every),
+        Case("hyper_head", lambda o, r: o.hyper_head(h[r], hyper(o, 4, 0), norm), every),
+        Case("tap", lambda o, r: o.tap(h[r]), every),
+        Case("output", output, every),
+        Case("stacked", stacked, every),
+    ]
+
+
+def expert_cases() -> list[Case]:
+    d, k = WIDTH, 3
+    x, tokens, every = row_inputs()
 
     def router(ops: Ops, hashed: bool) -> Router:
         gate = cached(ops, "gate", lambda: ops.linear_weight(weight("f32", 12, d)))
@@ -106,19 +147,17 @@ def row_cases() -> list[Case]:
         ids, weights = ops.route(x[rows], router(ops, False), tokens[rows])
         return ops.moe(2 * x[rows], ids, weights, routed, shared, 1.5)
 
-    groups = normal(POOL, 8, 48, seed=8)
+    return [
+        Case("route", lambda o, r: o.route(x[r], router(o, False), tokens[r]), every, ids=(0,)),
+        Case("route_table", lambda o, r: o.route(x[r], router(o, True), tokens[r]), every, ids=(0,)),
+        Case("moe", moe, every),
+    ]
 
-    def output(ops: Ops, rows: list[int]) -> Tensor:
-        low = cached(
-            ops, "wo_a", lambda: tuple(ops.linear_weight(weight("bf16", 32, 192, s)) for s in (1, 2))
-        )
-        last = cached(ops, "wo_b", lambda: ops.linear_weight(weight("fp8", d, 64)))
-        return ops.output(groups[rows], low, last)
 
-    def stacked(ops: Ops, rows: list[int]) -> Tensor:
-        w = cached(ops, "stacked", lambda: ops.stacked_weight([weight("bf16", 40, d), weight("f32", 41, d)]))
-        return ops.linear_f32(x[rows], w)
-
+def tail_cases() -> list[Case]:
+    """Head, shaping, sampling and log-probabilities."""
+    d = WIDTH
+    x, tokens, every = row_inputs()
     logits, places = 3 * normal(POOL, 300, seed=11), torch.arange(POOL) % 5
     state = slot_state(
         6,
@@ -148,20 +187,6 @@ def row_cases() -> list[Case]:
         Case("head_sample", head_sample, every, ids=(0, 1)),
         Case("shape", lambda o, r: o.shape(logits[r], places[r], places[r] + 7, state), every, exact=True),
         Case("logprobs", logprobs, every, exact=True),
-        Case("embed", lambda o, r: o.embed(table, tokens[r], hc), every, exact=True),
-        Case("norm", lambda o, r: o.norm(x[r], norm), every),
-        Case("norm_plain", lambda o, r: o.norm(x[r][:, :77], Norm(None, 1e-6)), every),
-        Case("hyper_pre", lambda o, r: o.hyper_pre(h[r], hyper(o, 24, 20), norm), every),
-        Case("hyper_pre_2", lambda o, r: o.hyper_pre(h[r].view(-1, 2, 2 * d), hyper(o, 8, 3), wide), every),
-        Case("hyper_post", lambda o, r: o.hyper_post(f[r], h[r], post[r], comb[r]), every),
-        Case("hyper_post_2", lambda o, r: o.hyper_post(f[r], h[r][:, :2], post[r][:, :2], comb2[r]), every),
-        Case("hyper_head", lambda o, r: o.hyper_head(h[r], hyper(o, 4, 0), norm), every),
-        Case("tap", lambda o, r: o.tap(h[r]), every),
-        Case("route", lambda o, r: o.route(x[r], router(o, False), tokens[r]), every, ids=(0,)),
-        Case("route_table", lambda o, r: o.route(x[r], router(o, True), tokens[r]), every, ids=(0,)),
-        Case("moe", moe, every),
-        Case("output", output, every),
-        Case("stacked", stacked, every),
     ]
 
 
@@ -251,5 +276,5 @@ def world_cases(key: str) -> list[Case]:
 
 
 WORLD_CASES = {f"{key}-{case.name}": case for key in GEOMETRIES for case in world_cases(key)}
-ROW_CASES = {case.name: case for case in [*matrix_cases(), *row_cases()]}
+ROW_CASES = {case.name: case for case in [*matrix_cases(), *row_cases(), *expert_cases(), *tail_cases()]}
 ALL_CASES = {**ROW_CASES, **WORLD_CASES}

@@ -89,6 +89,8 @@ class Timing:
 class Policy(Protocol):
     """The scheduler's partner."""
 
+    learns: bool  # wants confidences, margins and survivals of new drafts, and ``learn`` called
+
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
         """How many drafts this step verifies."""
 
@@ -110,6 +112,8 @@ class Policy(Protocol):
 
 class FixedWidth:
     """Every request verifies and drafts ``gamma`` tokens, as far as it lets itself and rows last."""
+
+    learns = False
 
     def __init__(self, gamma: int):
         self.gamma = gamma
@@ -164,6 +168,7 @@ class Adaptive:
     period: int = 8  # steps between searches for who drafts and how wide
     learning: int = 128  # outcomes of a class to see before its calibration is trusted; 0 with a file
     rejection: bool = False
+    learns: bool = True
     profiles: dict[int, _Profile] = field(default_factory=dict)
     widths: tuple[int, ...] = ()
     probes: int = 0

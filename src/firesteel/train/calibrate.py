@@ -207,6 +207,7 @@ class Recorder:
 
     gamma: int
     lines: list[tuple[Proposed, Verified]] = field(default_factory=list)
+    learns: bool = True
 
     def __post_init__(self) -> None:
         self._fixed = FixedWidth(self.gamma)
