@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -265,9 +266,13 @@ def test_evaluation_problems_are_the_published_ones_and_never_trained() -> None:
     gym = pytest.importorskip("reasoning_gym")
     from firesteel.train import gsm
 
-    problems = gsm.evaluation_set(2026, 40)
-    published = gym.create_dataset("gsm_symbolic", seed=2026, size=40)
-    assert [p.question for p in problems] == [published[i]["question"] for i in range(40)]
+    problems = gsm.evaluation_set(2026, 60)
+    published = gym.create_dataset("gsm_symbolic", seed=2026, size=80)
+    questions = [published[i]["question"] for i in range(80)]
+    held = [q for q, t in zip(questions, Random(2026).choices(gsm.TEMPLATES, k=80)) if t in gsm.held_out()]
+    assert len(held) >= 2, "some of them are of held-out templates"
+    assert [p.question for p in problems] == [q for q in questions if q not in held][:60]
+    assert not {p.template for p in problems} & set(gsm.held_out())
     assert gsm.held_out() == (2, 40, 41, 80, 96)
     kept = tuple(t for t in gsm.TEMPLATES if t not in gsm.held_out())
     first = gsm.stream(0, frozenset(), kept)()

@@ -419,6 +419,15 @@ def test_training_fits_its_time(folder: Path, tmp_path: Path) -> None:
         assert trainer.pool and trainer.pool[0].own.any()
         assert opt.seconds <= trainer.clock.spent < opt.seconds + 2
     assert trainer.step > first
+    (tmp_path / "next").mkdir()
+    opt = drafter_run.options(
+        [str(a) for a in [*argv, "--out", tmp_path / "next", "--begin", tmp_path / "drafter.pt"]]
+    )
+    again = drafter_run.DrafterTrainer(target, cfg, drafter_run.data.Shape(4, 4, 32, 32, 16), opt)
+    again.begin(opt.begin)
+    assert again.step == 0 and again.clock.before == 0.0, "its clock and schedule are new"
+    for name, value in trainer.drafter.state_dict().items():
+        assert torch.equal(value, again.drafter.state_dict()[name]), name
     said = (tmp_path / "log.txt").read_text()
     assert "plan:" in said and "resumed at step" in said
 

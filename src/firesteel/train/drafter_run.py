@@ -259,14 +259,20 @@ class DrafterTrainer:
         torch.save(state, temp)
         temp.replace(self.opt.out / "drafter.pt")
 
-    def resume(self, path: Path) -> None:
-        """Go on with a saved state."""
+    def begin(self, path: Path) -> dict[str, Any]:
+        """Take weights and moments of a saved state, of an older target too; the state."""
         state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
         self.drafter.load_state_dict(state["model"])
         self.optimiser.adam.load_state_dict(state["adam"])
         for key, value in state["muon"].items():
             a, b = key.split("x")
             self.optimiser.muon.state[(int(a), int(b))] = value
+        self.say(f"drafter of {path.name}, step {state['step']}")
+        return state
+
+    def resume(self, path: Path) -> None:
+        """Go on with a saved state."""
+        state = self.begin(path)
         self.step, self.clock.before, self.history = state["step"], state["spent"], state["history"]
         self.written = state["written"]
         self.say(f"resumed at step {self.step}, {self.clock.before:.0f} s")
@@ -374,6 +380,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.add_argument("--max-mb", type=float, default=None, help="refuse a model that would be larger")
     args.add_argument("--no-compile", dest="compile", action="store_false")
     args.add_argument("--resume", action="store_true", help="go on with the state in --out")
+    args.add_argument(
+        "--begin", type=Path, help="drafter.pt of another run: its weights and moments, a new clock"
+    )
     opt = args.parse_args(argv)
     opt.out.mkdir(parents=True, exist_ok=True)
     return opt
@@ -401,6 +410,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     batches = iter(data.loader(opt.data, shape, opt.seed + 7, skip, opt.workers))
     if opt.resume and (opt.out / "drafter.pt").is_file():
         trainer.resume(opt.out / "drafter.pt")
+    elif opt.begin:
+        trainer.begin(opt.begin)
     trainer.train(batches)
     return finish(trainer, trainer.export(), tok, opt)
 

@@ -104,14 +104,16 @@ def stream(seed: int, skip: frozenset[str], kept: tuple[int, ...]) -> Callable[[
 
 
 def evaluation_set(seed: int = 2026, size: int = 500) -> list[Problem]:
-    """What ``reasoning_gym.create_dataset('gsm_symbolic', seed=seed, size=size)`` yields, steps plain.
+    """The first ``size`` problems of trained templates of ``reasoning_gym.create_dataset('gsm_symbolic', seed=seed)``.
 
-    The draw of templates and the seeds are restated here, because training machines carry
-    only the generators. Noisy items stay; their answer is compared numerically.
+    Steps plain. The draw of templates and the seeds are restated here, because training machines
+    carry only the generators. Noisy items stay; their answer is compared numerically.
     """
-    sources = generators()
-    out = []
-    for i, template in enumerate(Random(seed).choices(TEMPLATES, k=size)):
+    sources, held = generators(), set(held_out())
+    out: list[Problem] = []
+    for i, template in enumerate(Random(seed).choices(TEMPLATES, k=2 * size)):
+        if template in held or len(out) == size:
+            continue
         item = sources[template](Random(seed + i), 1.0)
         steps = plain_text(item["metadata"]["answer_cot"])
         out.append(

@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None, cfg: V4Config | None = None) -> None
         cfg = replace(V4Config.load(opt.start), dspark=None, mtp_stages=0)
     shape = data.Shape(opt.rows, opt.long_rows, opt.length, min(1024, opt.length))
     problems = gsm.evaluation_set(EVAL_SEED, opt.problems)
-    skip = data.evaluation_questions([problems])
+    skip = data.evaluation_questions([gsm.evaluation_set(EVAL_SEED, max(500, opt.problems))])
     batches = iter(data.loader(opt.data, shape, opt.seed, skip, opt.workers))
     trainer = Trainer(cfg or demo_config(), shape, opt)
     trainer.say(
