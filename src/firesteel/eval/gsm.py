@@ -1,7 +1,9 @@
-"""``firesteel eval``: exact match on worked problems in GSM8K's JSONL form.
+"""``firesteel eval``: exact match on worked problems in GSM8K's JSONL form, in up to four arms.
 
 A line holds ``question`` and ``answer``, the answer ending in ``#### N``. The
-model's last ``#### N`` (or else its last number) is compared as a number.
+model's last ``#### N`` (or else its last number) is compared as a number. All
+arms are greedy, and speculation may not change a text: for every problem the
+token ids of each arm are compared with those of the first one.
 """
 
 from __future__ import annotations
@@ -69,6 +71,22 @@ def read_problems(path: str | Path, limit: int | None = None) -> list[Problem]:
     return out[:limit]
 
 
+def split_shots(
+    problems: Sequence[Problem], shots: int, examples: Sequence[Problem] | None = None
+) -> tuple[list[Problem], list[Problem]]:
+    """(worked examples, problems left to solve): ``shots`` from ``examples``, or else the first ones of the problems.
+
+    Raises ParameterError if there are too few.
+    """
+    if shots < 0:
+        raise ParameterError(f"shots={shots}: expected an integer from 0 up")
+    source = list(problems if examples is None else examples)
+    left = list(problems[shots:]) if examples is None else list(problems)
+    if len(source) < shots or not left:
+        raise ParameterError(f"shots={shots}: {len(source)} problems do not leave any to solve; lower shots")
+    return source[:shots], left
+
+
 def number_of(text: str) -> float | None:
     """The number behind the last ``####``, or else the last number; None if there is none."""
     marked = re.findall(rf"####\s*\$?\s*({NUMBER})", text)
@@ -110,13 +128,14 @@ def evaluate(
     thinking: bool,
     max_tokens: int = 400,
     progress: Callable[[int], None] = lambda _: None,
+    shots: Sequence[Problem] = (),
 ) -> tuple[Score, list[tuple[int, ...]]]:
-    """Greedy answers of all problems, and their token ids for comparing arms."""
+    """Greedy answers of all problems, and their token ids for comparing arms.
+
+    ``shots``: worked examples that come first, as turns of the conversation.
+    """
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    prompts = [
-        llm.prompt_of([{"role": "user", "content": p.question}], thinking, "low" if thinking else None)
-        for p in problems
-    ]
+    prompts = [prompt_of(llm, p, thinking, shots) for p in problems]
     done = 0
 
     def tick(answer: Any) -> None:
@@ -142,6 +161,13 @@ def evaluate(
     return score, [r.token_ids for r in results]
 
 
+def prompt_of(llm: LLM, problem: Problem, thinking: bool, shots: Sequence[Problem] = ()) -> str:
+    """The conversation that asks one problem behind worked examples."""
+    turns = [(role, text) for p in shots for role, text in (("user", p.question), ("assistant", p.answer))]
+    said = [{"role": role, "content": text} for role, text in (*turns, ("user", problem.question))]
+    return llm.prompt_of(said, thinking, "low" if thinking else None)
+
+
 def _same(found: float | None, expected: float) -> bool:
     return found is not None and math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
 
@@ -154,6 +180,11 @@ ARMS: dict[str, dict[str, Any] | None] = {
 }
 
 
+def differing(texts: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    """Indices of the problems whose token ids differ between arms; ``texts``: one list of answers per arm."""
+    return [i for i, answers in enumerate(zip(*texts, strict=True)) if len(set(answers)) > 1]
+
+
 def run_arms(
     model: str | None,
     problems: Sequence[Problem],
@@ -161,23 +192,39 @@ def run_arms(
     modes: Sequence[bool],
     settings: dict[str, Any],
     progress: Callable[[str, int], None] = lambda _a, _b: None,
+    shots: Sequence[Problem] = (),
+    max_tokens: int = 400,
 ) -> dict[str, Any]:
-    """Every arm in every mode; says whether the arms wrote identical texts."""
+    """Every arm in every mode (False: chat, True: thinking), one engine at a time.
+
+    ``identical`` says by mode for how many problems all arms wrote the same tokens, and names the others.
+    """
     scores: list[Score] = []
+    notes: dict[str, list[str]] = {}
     texts: dict[tuple[str, bool], list[tuple[int, ...]]] = {}
     for arm in arms:
         llm = LLM(model, speculative=ARMS[arm], **settings)
+        notes[arm] = list(llm.notes)
         for thinking in modes:
             tick = partial(progress, f"{arm}, {'thinking' if thinking else 'chat'}")
-            score, texts[arm, thinking] = evaluate(llm, problems, arm, thinking, progress=tick)
+            score, texts[arm, thinking] = evaluate(llm, problems, arm, thinking, max_tokens, tick, shots)
             scores.append(score)
-    identical = {
-        "thinking" if mode else "chat": all(texts[a, mode] == texts[arms[0], mode] for a in arms)
-        for mode in modes
-    }
+        del llm  # before the next arm's weights
+    identical = {}
+    for mode in modes:
+        differ = differing([texts[a, mode] for a in arms])
+        name = "thinking" if mode else "chat"
+        identical[name] = {
+            "problems": len(problems),
+            "identical": len(problems) - len(differ),
+            "differing": differ,
+        }
     return {
+        "bench": "eval",
         "environment": environment(),
-        "notes": list(llm.notes),
+        "notes": notes,
+        "arms": {arm: ARMS[arm] for arm in arms},
+        "settings": {**settings, "shots": len(shots), "max_tokens": max_tokens, "temperature": 0.0},
         "scores": [s.to_json() for s in scores],
         "identical_texts": identical if len(arms) > 1 else None,
     }
