@@ -318,6 +318,13 @@ def test_sampling_uses_its_noise(folder: Path) -> None:
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------
+def test_an_answer_ends_with_its_first_eos() -> None:
+    tokens = torch.tensor([[0, 5, 1, 7, 1, 9], [1, 5, 6, 7, 8, 9]])
+    own = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0]]).bool()
+    kept = drafter_eval.until_end(own, tokens).int().tolist()
+    assert kept == [[0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0]], "an EOS of the prompt ends nothing"
+
+
 def test_judging_counts_leading_agreement() -> None:
     tokens = torch.arange(20)
     own = (tokens >= 4) & (tokens < 14)

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from firesteel.bench.readers import bundled, encode
 from firesteel.bench.report import environment, write_json
 from firesteel.config import ParameterError, SamplingParams
 from firesteel.core import Budget
 from firesteel.engine.llm import LLM
-from firesteel.eval.gsm import PROBLEMS
 from firesteel.speculation.policy import (
     Candidate,
     Drafting,
@@ -333,7 +333,7 @@ def _prompt(raw: Any, llm: LLM, where: str, thinking: bool) -> str | list[int]:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of one calibration; ``k`` None takes the trained block size."""
+    """Settings of one calibration; ``k`` None takes the trained block size, ``prompts`` None the bundled ones."""
 
     model: str | None = None
     prompts: str | None = None
@@ -358,7 +358,10 @@ def run(job: Job, progress: Callable[[int, int], None] = lambda _d, _t: None) ->
         )
     spec = {"num_speculative_tokens": job.k or dspark.block_size, "acceptance": job.acceptance}
     llm = LLM(job.model, speculative=spec, **job.engine)
-    prompts = read_prompts(job.prompts or PROBLEMS, llm, job.limit)
+    if job.prompts is None:
+        prompts: list[str | list[int]] = [encode(llm, ask) for ask in bundled("fit").asks[: job.limit]]
+    else:
+        prompts = read_prompts(job.prompts, llm, job.limit)
     total = len(prompts) * len(job.temperatures)
     blocks = collect(
         llm, prompts, job.temperatures, job.max_tokens, job.seed, lambda done: progress(done, total)

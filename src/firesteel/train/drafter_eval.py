@@ -198,6 +198,12 @@ def judge(
     return blocks, count, steps
 
 
+def until_end(own: Tensor, tokens: Tensor) -> Tensor:
+    """bool [B, S]: the answers ``own`` up to and with their first EOS; what follows is nobody's text."""
+    ends = (own & (tokens == data.EOS)).long()
+    return own & (ends.cumsum(1) - ends == 0)
+
+
 @torch.no_grad()
 def measure(
     target: V4Train, drafter: DrafterTrain, prompts: Prompts, heat: float, seed: int, passes: int = 200
@@ -209,6 +215,7 @@ def measure(
         ids, guesses = (x[begin : begin + GROUP] for x in (prompts.ids, prompts.guesses))
         rows = single_rows(ids, guesses, prompts.limit, target.align, heat, seed * 4096 + begin, device)
         rewrite(target, rows, passes, until_settled=True)
+        rows.own = until_end(rows.own, rows.tokens)
         for lo in range(0, len(ids), ROWS):
             few = part(rows, lo, min(lo + ROWS, len(ids)))
             for i, proposals in enumerate(propose(target, drafter, few, lo)):
