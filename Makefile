@@ -14,7 +14,7 @@ PIP         := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 BASE        := $(VENV)/.base
 DEV         := $(VENV)/.dev
 
-.PHONY: help demo test check bench exact format clean
+.PHONY: help demo test check bench exact soak kernels format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -37,6 +37,7 @@ bench: export OMP_NUM_THREADS := 1
 bench: $(DEV) ## benchmarks against a baseline in the same run; results under bench/results
 	$(BIN)/python -m firesteel.bench.hf --json bench/results/hf.json
 	$(BIN)/python -m firesteel.bench.host --json bench/results/host.json
+	$(BIN)/python -m firesteel.bench.structured --json bench/results/structured.json
 
 MINUTES ?= 10
 exact: export OMP_NUM_THREADS := 1
@@ -44,6 +45,17 @@ exact: $(DEV) ## the long proof that speculation changes no text (MINUTES=10), a
 	$(BIN)/python -m firesteel.bench.exact --minutes $(MINUTES) --json bench/results/exact.json
 	FIRESTEEL_OPERATIONS=2000 $(BIN)/python -m pytest -q tests/cpu/test_engine_random.py
 	FIRESTEEL_NOISE_LOG2=26 $(BIN)/python -m pytest -q tests/unit/test_noise.py
+
+CLIENTS ?= 200
+SOAK_SECONDS ?= 300
+soak: export OMP_NUM_THREADS := 1
+soak: $(DEV) ## many streaming clients, many of which leave (CLIENTS=200, SOAK_SECONDS=300)
+	$(BIN)/python -m firesteel.bench.soak --clients $(CLIENTS) --seconds $(SOAK_SECONDS) --json bench/results/soak.json
+
+KERNEL_JOBS ?= 2
+kernels: export OMP_NUM_THREADS := 1
+kernels: $(DEV) ## compile every GPU kernel for gfx950, gfx942, sm_90 and sm_100, without a GPU (KERNEL_JOBS=2)
+	$(BIN)/python -m firesteel.ops.triton.compile --jobs $(KERNEL_JOBS) --json bench/results/kernels.json --docs docs/kernels.md
 
 format: $(DEV) ## rewrite the sources in the house style
 	$(BIN)/ruff format src tests
@@ -64,10 +76,10 @@ $(VENV)/pyvenv.cfg:
 
 $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing firesteel into $(VENV) (torch is large: minutes the first time)"
-	@$(PIP) -e '.[serve]'
+	@$(PIP) -e '.[serve,structured]'
 	@touch $@
 
 $(DEV): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@echo "installing firesteel, its tests and checks into $(VENV) (torch is large: minutes the first time)"
-	@$(PIP) -e '.[test,dev,serve]'
+	@$(PIP) -e '.[test,dev,serve,structured,bench,gpu]'
 	@touch $(BASE) $@

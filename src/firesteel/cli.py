@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from firesteel import __version__
@@ -21,6 +23,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", required=True, help="text to complete; with --chat, the user's message")
     generate.add_argument("--chat", action="store_true", help="wrap the prompt in V4's chat encoding")
     generate.add_argument("--thinking", action="store_true", help="with --chat: let the model think first")
+    generate.add_argument("--thinking-budget", type=int, metavar="N", help="tokens the reasoning may have")
+    generate.add_argument(
+        "--json-schema", metavar="FILE", help="the answer is JSON of this schema; with --chat the model is told"
+    )
     _model_options(generate)
     _sampling_options(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -39,7 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     ev.add_argument("--problems", default=None, help="JSONL in GSM8K's form (default: the 500 shipped ones)")
     ev.add_argument("--held-out", action="store_true", help="the shipped templates that training never saw")
     ev.add_argument("--limit", type=int, default=None, help="use the first N problems")
-    ev.add_argument("--arms", default="none", help="comma-separated: none, fixed 5, fixed 7, adaptive")
+    ev.add_argument(
+        "--arms", default="none", help="comma-separated: none, fixed 5, fixed 7, adaptive; or all"
+    )
+    ev.add_argument("--shots", type=int, default=0, help="worked examples in front of each problem")
+    ev.add_argument(
+        "--shot-problems", default=None, metavar="FILE", help="JSONL they come from (default: the first)"
+    )
+    ev.add_argument("--max-tokens", type=int, default=400, help="tokens of an answer at most")
     ev.add_argument("--mode", default="both", choices=("chat", "thinking", "both"))
     ev.add_argument("--max-num-seqs", type=int, default=32, help="problems that run at once")
     ev.add_argument("--json", default=None, metavar="FILE", help="write the result here")
@@ -51,6 +64,17 @@ def _parser() -> argparse.ArgumentParser:
     _calibrate_options(calibrate)
 
     sub.add_parser("train", help="corpus, target, drafter or export: small V4 models", add_help=False)
+    sub.add_parser("profile", help="measure what steps cost here, and save the table", add_help=False)
+    sub.add_parser("simulate", help="predict throughput from a cost table, without the hardware", add_help=False)
+    sub.add_parser("bench", help="benchmarks by name: sweep, steps, exact, ...", add_help=False)
+
+    doctor = sub.add_parser("doctor", help="check this machine: versions, devices, self-tests, the bundled model")
+    doctor.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
+    doctor.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    doctor.add_argument("--threads", type=int, default=None, help="CPU threads per op")
+    doctor.add_argument(
+        "--json", default="firesteel-doctor.json", metavar="FILE", help="the report (firesteel-doctor.json)"
+    )
 
     inspect = sub.add_parser("inspect", help="what a checkpoint holds, or must hold")
     inspect.add_argument("path", help="checkpoint folder, or a config.json alone")
@@ -72,7 +96,9 @@ def _calibrate_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
     p.add_argument("--max-num-seqs", type=int, default=32, help="prompts that run at once")
     p.add_argument(
-        "--prompts", default=None, help="JSONL with prompt, token_ids, messages or question a line"
+        "--prompts",
+        default=None,
+        help="JSONL with prompt, token_ids, messages or question a line (default: bundled)",
     )
     p.add_argument("--limit", type=int, default=None, help="use the first N prompts")
     p.add_argument("--k", type=int, default=None, help="drafts per step (default: the trained block size)")
@@ -145,11 +171,16 @@ def _generate(args: argparse.Namespace) -> int:
 
     if args.thinking and not args.chat:
         raise ParameterError("--thinking: only a chat thinks; add --chat")
-    params = _params(args)
+    params = replace(_params(args), thinking_token_budget=args.thinking_budget)
+    schema = None
+    if args.json_schema is not None:
+        schema = _json_schema(args.json_schema)
+        params = replace(params, structured_outputs={"json": schema})
     llm = _llm(args)
     prompt = args.prompt
     if args.chat:
-        prompt = llm.prompt_of([{"role": "user", "content": prompt}], args.thinking)
+        messages = [{"role": "user", "content": prompt}]
+        prompt = llm.prompt_of(messages, args.thinking, response_format=schema)
     elif llm.tokenizer is not None:
         prompt = [llm.config.bos_token_id, *llm.tokenizer.encode(prompt)]
     if args.json:
@@ -162,6 +193,19 @@ def _generate(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _json_schema(file: str) -> dict[str, Any]:
+    """A JSON object from a file; raises ParameterError."""
+    from firesteel.config import ParameterError
+
+    try:
+        schema = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as err:
+        raise ParameterError(f"--json-schema: {file} is not JSON ({err})") from err
+    if not isinstance(schema, dict):
+        raise ParameterError(f"--json-schema: {file} holds no JSON object")
+    return schema
 
 
 def _print_stream(llm: Any, prompt: Any, params: Any) -> Any:
@@ -216,10 +260,13 @@ def _eval(args: argparse.Namespace) -> int:
 
     from firesteel.bench.report import write_json
     from firesteel.config import ParameterError
-    from firesteel.eval.gsm import ARMS, HELD_OUT, PROBLEMS, read_problems, run_arms
+    from firesteel.eval.gsm import ARMS, HELD_OUT, PROBLEMS, read_problems, run_arms, split_shots
 
-    problems = read_problems(args.problems or (HELD_OUT if args.held_out else PROBLEMS), args.limit)
-    arms = [a.strip() for a in args.arms.split(",")]
+    limit = args.limit if args.limit is None or args.shot_problems else args.limit + args.shots
+    problems = read_problems(args.problems or (HELD_OUT if args.held_out else PROBLEMS), limit)
+    examples = None if args.shot_problems is None else read_problems(args.shot_problems)
+    shots, problems = split_shots(problems, args.shots, examples)
+    arms = list(ARMS) if args.arms == "all" else [a.strip() for a in args.arms.split(",")]
     unknown = [a for a in arms if a not in ARMS]
     if unknown:
         raise ParameterError(f"arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
@@ -234,7 +281,7 @@ def _eval(args: argparse.Namespace) -> int:
                 tasks[name] = bar.add_task(name, total=len(problems))
             bar.update(tasks[name], completed=done)
 
-        result = run_arms(args.model, problems, arms, modes, settings, progress)
+        result = run_arms(args.model, problems, arms, modes, settings, progress, shots, args.max_tokens)
     table = Table(
         "arm", "mode", "problems", "exact match", "± standard error", "tokens/s", "tokens per engine step"
     )
@@ -249,16 +296,23 @@ def _eval(args: argparse.Namespace) -> int:
             f"{s['tokens'] / s['steps']:.2f}",
         )
     Console().print(table)
-    if result["identical_texts"] is not None:
-        Console().print(f"identical texts in all arms: {result['identical_texts']}")
     write_json(result, args.json)
-    return 0
+    same = result["identical_texts"] or {}
+    for mode, found in same.items():
+        Console().print(f"{mode}: {found['identical']} of {found['problems']} texts identical in all arms")
+    return 1 if any(found["differing"] for found in same.values()) else 0
 
 
 def _calibrate(args: argparse.Namespace) -> int:
     from firesteel.train.calibrate import main
 
     return main(args)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from firesteel.bench.cli import main
+
+    return main(argv)
 
 
 def _train(argv: Sequence[str]) -> int:
@@ -300,7 +354,17 @@ def _inspect(args: argparse.Namespace) -> int:
     )
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from firesteel.config import ParameterError
+    from firesteel.doctor import run_doctor
+
+    if args.threads is not None and args.threads < 1:
+        raise ParameterError(f"threads={args.threads}: expected an integer from 1 up")
+    return run_doctor(args.model, args.backend, args.threads, args.json)
+
+
 COMMANDS = {
+    "doctor": _doctor,
     "generate": _generate,
     "chat": _chat,
     "demo": _demo,
@@ -317,6 +381,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:  # programs with settings of their own
             return _train(words[1:])
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
+        if words[:1] in (["profile"], ["simulate"]):
+            return _bench(words)
         args = _parser().parse_args(words)
         return COMMANDS[args.command](args)
     except KeyboardInterrupt:

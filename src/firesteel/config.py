@@ -6,7 +6,10 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from firesteel.structured import StructuredOutputs
 
 NumericsName = Literal["official", "float32"]
 
@@ -14,6 +17,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 16
 MAX_BIAS = 1024
 MAX_N = 128
+MAX_STOPS = 64  # every one is searched for after every token
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 64  # tokens; the longest widens a table of all slots
 
 
 class ParameterError(ValueError):
@@ -54,6 +60,13 @@ def _between(low: float, high: float, *, open_low: bool = False) -> Callable[[ob
     return check
 
 
+def check_bad_words(words: Iterable[tuple[int, ...]], name: str) -> None:
+    """Raise ParameterError for a bad word of too many tokens."""
+    longest = max(map(len, words), default=0)
+    want = f"at most {MAX_BAD_WORD_LENGTH} tokens per word"
+    _require(longest <= MAX_BAD_WORD_LENGTH, name, f"a word of {longest} tokens", want)
+
+
 # name -> (check, what is expected); for plain numbers
 _NUMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "temperature": (_between(0, 100), "a number from 0 (greedy) to 100"),
@@ -62,6 +75,7 @@ _NUMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "repetition_penalty": (_between(0.01, 100), "a number from 0.01 to 100"),
     "presence_penalty": (_between(-2, 2), "a number from -2 to 2"),
     "frequency_penalty": (_between(-2, 2), "a number from -2 to 2"),
+    "min_tokens_per_second": (_between(0, 1e6), "a number of tokens from 0 (no wish) up"),
 }
 
 # name -> (lowest, highest or None, whether None is allowed)
@@ -73,6 +87,7 @@ _INTEGERS: dict[str, tuple[int, int | None, bool]] = {
     "logprobs": (0, MAX_LOGPROBS, True),
     "prompt_logprobs": (0, MAX_LOGPROBS, True),
     "max_draft_tokens": (0, None, True),
+    "thinking_token_budget": (0, None, True),
 }
 
 
@@ -105,7 +120,14 @@ class SamplingParams:
     speculative: False verifies no drafts for this request.
     max_draft_tokens: at most that many drafts per step for this request; None: the engine's K.
     cache_salt: requests share prefixes only with an equal salt.
-    priority: smaller runs first.
+    priority: smaller runs first, and its drafts count for more under adaptive verification.
+    min_tokens_per_second: a wish; where drafts can help, adaptive verification spends them
+        on requests that fall short of theirs. 0: none.
+    structured_outputs: a grammar for the answer, behind its reasoning; fields as of
+        ``StructuredOutputs``. Needs the extra "structured".
+    thinking_token_budget: tokens the reasoning may have before its end is forced.
+    thinking: whether the answer begins inside the reasoning; None: if the prompt's last
+        think tag opens it.
     """
 
     max_tokens: int = 256
@@ -134,6 +156,10 @@ class SamplingParams:
     max_draft_tokens: int | None = None
     cache_salt: str = ""
     priority: int = 0
+    min_tokens_per_second: float = 0.0
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         for name, (check, want) in _NUMBERS.items():
@@ -157,6 +183,9 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "echo", "speculative"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         self._check_lists()
+        from firesteel.structured import checked  # which needs this module's errors
+
+        object.__setattr__(self, "structured_outputs", checked(self))
         if self.min_tokens > self.max_tokens:
             raise ParameterError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it"
@@ -172,6 +201,8 @@ class SamplingParams:
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else _as_tuple(name, value, "non-empty strings")
             _require(all(isinstance(s, str) and s for s in value), name, value, "non-empty strings")
+            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
+            _require(len(value) <= most, name, f"{len(value)} strings", f"at most {most}")
             object.__setattr__(self, name, value)
         stops = _as_tuple("stop_token_ids", self.stop_token_ids, "token ids >= 0")
         object.__setattr__(self, "stop_token_ids", stops)
@@ -181,6 +212,8 @@ class SamplingParams:
             for w in _as_tuple("bad_word_ids", self.bad_word_ids, "non-empty lists of token ids")
         )
         _require(all(w and ids(w) for w in words), "bad_word_ids", words, "non-empty lists of token ids")
+        _require(len(words) <= MAX_BAD_WORDS, "bad_word_ids", len(words), f"at most {MAX_BAD_WORDS}")
+        check_bad_words(words, "bad_word_ids")
         object.__setattr__(self, "bad_word_ids", words)
         if self.allowed_token_ids is not None:
             allowed = _as_tuple("allowed_token_ids", self.allowed_token_ids, "at least one token id")
@@ -222,6 +255,57 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class SimulatedAcceptance:
+    """Acceptance that is drawn instead of computed, for benchmarks on weights without a trained drafter.
+
+    rates: probability of each draft of a block, given that all before it were
+        accepted; a depth behind the last takes the last.
+    trace: rows of such rates, one row per token, starting at a row that the
+        request's seed picks and going round; in place of ``rates``.
+    spread: standard deviation of the requests' log-odds: some are easier than others.
+    head_auc, margin_auc: how well the confidence logit and the margin alone
+        tell accepted from rejected drafts; 0.5 is noise, 1 is not allowed.
+    """
+
+    rates: tuple[float, ...] = (0.85, 0.80, 0.76, 0.74, 0.72, 0.70, 0.69)
+    trace: tuple[tuple[float, ...], ...] = ()
+    spread: float = 0.0
+    head_auc: float = 0.70
+    margin_auc: float = 0.85
+
+    def __post_init__(self) -> None:
+        want = "probabilities from 0 to 1"
+        rates = _as_tuple("simulated rates", self.rates, want)
+        trace = _as_tuple("simulated trace", self.trace, "rows of " + want)
+        trace = tuple(_as_tuple("simulated trace", row, want) for row in trace)
+        for name, row in (("rates", rates), *(("trace", row) for row in trace)):
+            _require(
+                bool(row) and all(_between(0, 1)(r) for r in row), f"simulated_acceptance.{name}", row, want
+            )
+        for name in ("head_auc", "margin_auc"):
+            value = getattr(self, name)
+            ok = _between(0.5, 0.999)(value)
+            _require(ok, f"simulated_acceptance.{name}", value, "a number from 0.5 to 0.999")
+        _require(
+            _between(0, 10)(self.spread), "simulated_acceptance.spread", self.spread, "a number from 0 to 10"
+        )
+        object.__setattr__(self, "rates", rates)
+        object.__setattr__(self, "trace", trace)
+
+    @classmethod
+    def of(cls, value: Any) -> SimulatedAcceptance | None:
+        """From None, an instance or a mapping; an unknown field is an error that lists the known."""
+        if value is None or isinstance(value, cls):
+            return value
+        known = [f.name for f in fields(cls)]
+        if not isinstance(value, Mapping) or set(map(str, value)) - set(known):
+            raise ParameterError(
+                f"simulated_acceptance={value!r}: expected an object with fields among {', '.join(known)}"
+            )
+        return cls(**value)
+
+
+@dataclass(frozen=True)
 class SpeculativeConfig:
     """Speculative decoding; the fields of ``--speculative-config``.
 
@@ -238,6 +322,7 @@ class SpeculativeConfig:
         (an error without one) or "none" (margin and position only).
     cost_table: file of step prices made by ``firesteel profile``; None measures at start.
     calibration: file made by ``firesteel calibrate``; None: the checkpoint's own, or a prior.
+    simulated_acceptance: for benchmarks only, see ``SimulatedAcceptance``; the text is then meaningless.
     """
 
     method: str = "dspark"
@@ -248,8 +333,15 @@ class SpeculativeConfig:
     confidence: str = "auto"
     cost_table: str | None = None
     calibration: str | None = None
+    simulated_acceptance: SimulatedAcceptance | None = None
 
     def __post_init__(self) -> None:
+        simulated = SimulatedAcceptance.of(self.simulated_acceptance)
+        object.__setattr__(self, "simulated_acceptance", simulated)
+        if simulated is not None and self.acceptance != "coupled":
+            raise ParameterError(
+                "simulated_acceptance: draws coupled outcomes only; set acceptance='coupled'"
+            )
         k = self.num_speculative_tokens
         _require(
             self.method == "dspark",
@@ -332,6 +424,11 @@ class EngineConfig:
     swap_gib: host memory for preempted requests; beyond it they are recomputed.
     debug_sync: any host/device synchronisation without a name is an error.
     debug_poison: after each step overwrite all state that no longer counts with NaN.
+    trace: file that gets one JSON line per committed step (see ``core.StepRecord``); None: no file.
+    device: "cuda" (CUDA or ROCm), "cpu", or "auto": a GPU if there is one the Triton ops know.
+    graphs: on a GPU, record steps of up to 2048 rows at start and replay them.
+    structured_compile_seconds: what a request's grammar may take to compile; others go on meanwhile.
+    structured_mask_seconds: what a request's masks may take in a step; beyond it that request fails.
     """
 
     numerics: NumericsName = "official"
@@ -348,6 +445,11 @@ class EngineConfig:
     default_model_len: int = 4096
     debug_sync: bool = False
     debug_poison: bool = False
+    trace: str | None = None
+    device: str = "auto"
+    graphs: bool = True
+    structured_compile_seconds: float = 10.0
+    structured_mask_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         _require(
@@ -365,10 +467,25 @@ class EngineConfig:
         for name in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), name, value, "an integer >= 1 or None")
+        _require(
+            self.trace is None or (isinstance(self.trace, str) and self.trace != ""),
+            "trace",
+            self.trace,
+            "a file path or None",
+        )
         _require(_between(0, 1e6)(self.swap_gib), "swap_gib", self.swap_gib, "a number of GiB >= 0")
+        for name in ("structured_compile_seconds", "structured_mask_seconds"):
+            value = getattr(self, name)
+            _require(_between(0, 3600, open_low=True)(value), name, value, "seconds above 0, at most 3600")
         object.__setattr__(self, "speculative", SpeculativeConfig.of(self.speculative))
-        for name in ("prefix_caching", "debug_sync", "debug_poison"):
+        for name in ("prefix_caching", "debug_sync", "debug_poison", "graphs"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        _require(
+            self.device in ("auto", "cuda", "cpu"),
+            "device",
+            self.device,
+            "'auto', 'cuda' (CUDA or ROCm) or 'cpu'",
+        )
 
     @property
     def slots(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,6 +165,7 @@ class StepPlan:
     drafting: tuple[Decode, ...] = ()  # sampling groups that get new drafts at the end of the step
     draft_width: int = 0
     draft_reason: str = "speculation off"
+    draft_weights: tuple[float, ...] = ()  # of the groups in ``drafting``; empty: all count the same
     draft_depth: int = 0  # the most drafts of one request that this step can verify
     report_drafts: bool = False  # copy confidences, margins and survivals of new drafts to the host
     calibration: tuple[tuple[tuple[float, ...], ...], tuple[float, ...], tuple[float, ...]] | None = None
@@ -172,6 +173,7 @@ class StepPlan:
     predicted_ms: float = 0.0  # the whole step, drafting included
     forget: tuple[int, ...] = ()  # saved requests that ended
     shaped: bool = False  # some sampling row has its logits changed
+    guided: tuple[int, ...] = ()  # sampling requests whose rows get masks (grammar, thinking budget)
     logprobs: int = -1  # the most that any sampling or scored row reports; -1: none
 
     @property
@@ -283,6 +285,14 @@ class Verdict:
     finished: Tensor
 
 
+class Origin(NamedTuple):
+    """How a token came to be: an accepted draft, or sampled behind those of its step."""
+
+    step: int
+    drafted: bool
+    verified: int  # drafts of this request that the step verified
+
+
 @dataclass
 class StepRecord:
     """What one step did and cost; a line of the trace and of the metrics."""
@@ -293,6 +303,9 @@ class StepRecord:
     budget: Budget
     rows: int
     draft_reason: str = ""  # why the step drafts as it does
+    drafting: int = 0  # requests that got new drafts at its end, each ``draft_width``
+    draft_width: int = 0
+    context: float = 0.0  # mean tokens of context of the sampling requests
     emitted: int = 0
     verified: int = 0
     accepted: int = 0

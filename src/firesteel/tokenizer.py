@@ -60,6 +60,8 @@ class Tokenizer:
         self._added = frozenset(added)
         self._bytes: dict[int, bytes] = {}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        shrinks = 4 if inner.normalizer is not None else 1  # composed characters
+        self._longest = shrinks * max(map(len, inner.get_vocab(with_added_tokens=True)))
         self.size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
 
@@ -90,11 +92,20 @@ class Tokenizer:
     # ---- text -> ids ------------------------------------------------------
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``; protocol tokens written in it become their ids. Adds nothing."""
-        try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        try:  # the batch call, because only it lets other threads run meanwhile
+            ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as err:
             raise TokenizerError(f"not encodable text ({err}); send text without lone surrogates") from err
+        except BaseException as err:
+            if type(err).__name__ != "PanicException":  # the library's own, which is no Exception
+                raise
+            raise TokenizerError(f"the tokenizer gave up on this text ({err}); send a shorter one") from err
         return ids
+
+    @property
+    def longest(self) -> int:
+        """Characters that one token can stand for at most."""
+        return self._longest
 
     def id_of(self, token: str) -> int:
         """Id of a token by its exact string, e.g. ``<think>``; raises TokenizerError if it is no token."""
@@ -106,6 +117,11 @@ class Tokenizer:
     def has(self, token: str) -> bool:
         """Whether this exact string is one token."""
         return self._inner.token_to_id(token) is not None
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Tokens outside the byte-level vocabulary: BOS, EOS, think tags, roles, placeholders, ..."""
+        return self._added
 
     # ---- ids -> text ------------------------------------------------------
     def token_bytes(self, index: int) -> bytes:

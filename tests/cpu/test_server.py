@@ -298,8 +298,13 @@ def test_openai_client(served: Served) -> None:
         assert chunks[-1].usage == whole.usage
         done = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=4, n=2)
         assert len(done.choices) == 4
+        form = {"name": "said", "schema": {"enum": ["yes", "no"]}, "strict": True}
+        said = client.chat.completions.create(
+            **ask, response_format={"type": "json_schema", "json_schema": form}, extra_body=OFF
+        )
+        assert json.loads(said.choices[0].message.content or "") in ("yes", "no")
         with pytest.raises(BadRequestError, match="response_format"):
-            client.chat.completions.create(**ask, response_format={"type": "json_object"})
+            client.chat.completions.create(**ask, response_format={"type": "yaml"})
 
 
 async def raw(url: str, path: str, body: dict[str, Any], read: int) -> bytes:

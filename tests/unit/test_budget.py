@@ -95,7 +95,7 @@ def test_width_never_loses_to_any_fixed_setting(data: st.DataObject) -> None:
     cost = curves()[data.draw(st.sampled_from(sorted(curves())))]
     unit = data.draw(st.floats(0, 2))
     draft = lambda m, w: 0.5 + unit * m * w**0.5  # noqa: E731
-    plan = choose_width(profiles, 0, 0.0, cost, draft, tuple(range(1, k + 1)), 10_000)
+    plan = choose_width(profiles, requests, float(requests), cost, draft, tuple(range(1, k + 1)), 10_000)
     plain = requests / cost(np.array([requests]))[0]
     assert plan.plain_rate == pytest.approx(plain) and plan.rate >= plain * (1 - 1e-9)
     for w in range(1, k + 1):
@@ -131,8 +131,12 @@ def test_prices_between_and_beyond_the_measured() -> None:
 
 
 def test_one_mismeasured_size_does_not_raise_the_larger_ones() -> None:
-    poisoned = CostModel(table(step_ms=(5.0, 55.0, 6.5, 9.0)))
-    assert poisoned.step_ms(np.array([2, 4, 8]), 64).tolist() == pytest.approx([6.5, 6.5, 9.0])
+    for wrong in (55.0, 0.55):
+        poisoned = CostModel(table(step_ms=(5.0, wrong, 6.5, 9.0)))
+        assert poisoned.step_ms(np.array([1, 2, 4, 8]), 64).tolist() == pytest.approx([5.0, 5.5, 6.5, 9.0])
+        assert poisoned.spikes == (2,)
+    dear_first = CostModel(table(step_ms=(55.0, 5.5, 6.5, 9.0)))
+    assert dear_first.step_ms(np.array([1, 2]), 64).tolist() == pytest.approx([5.5, 5.5])
 
 
 def test_a_wrong_table_heals_and_departures_are_counted() -> None:
@@ -213,8 +217,11 @@ def test_fit_leaves_a_start_that_is_confidently_wrong() -> None:
 
 def test_few_samples_stay_near_the_start() -> None:
     start = Coefficients.prior(5, True, True)
-    one = fit(Samples.of([Outcome(1.0, 1.0, 0, 0, False)]), start)
-    assert np.abs(one.depth - start.depth).max() < 0.5
+    rejected = Samples.of([Outcome(1.0, 1.0, 0, 0, False)])
+    one = fit(rejected, start)
+    assert 0.1 < np.abs(one.depth - start.depth).max() < 1.0  # all depths learn from it
+    trusted = fit(rejected, start, trust=50.0)
+    assert np.abs(trusted.depth - start.depth).max() < 0.05
     assert np.array_equal(one.depth[1], start.depth[1])  # the other class saw nothing
 
 
@@ -251,9 +258,11 @@ def test_calibrator_refits_and_reports() -> None:
         )
     ]
     changes = sum(c.add(outcomes[i : i + 64]) for i in range(0, len(outcomes), 64))
-    assert (
-        changes == c.refits == 10 and sum(c.seen) == 4096 and not c.add([])
-    )  # at 64, 192, 448, 960, then every 512
+    # at 64, 128, 192, 320, 576, then every 512
+    assert changes == c.refits == 11 and sum(c.seen) == 4096 and not c.add([])
+    bins = c.reliability()
+    assert len(bins) == 15 and sum(n for _, _, n in bins) == 4096
+    assert all(abs(p - t) < 0.2 for p, t, _ in bins)
     quality = c.quality()
     assert [q["depth"] for q in quality] == [1, 2, 3, 4, 5]
     assert all(q["ece"] < 0.12 and q["auc"] > 0.7 for q in quality)

@@ -14,10 +14,10 @@ SRC = Path(__file__).parents[2] / "src" / "firesteel"
 
 # Dependencies point to a smaller number or stay level. A new top-level module needs its place here.
 LAYERS = {
-    "core": 0, "config": 0, "parallel": 0, "ops": 0, "checkpoint": 0, "sampling": 0,
+    "core": 0, "config": 0, "parallel": 0, "ops": 0, "checkpoint": 0, "sampling": 0, "structured": 0,
     "models": 1, "speculation": 1, "tokenizer": 1,
     "engine": 2,
-    "serve": 3, "bench": 3, "eval": 3, "train": 3, "inspect": 3, "demo": 3, "client": 3, "errors": 3,
+    "serve": 3, "bench": 3, "eval": 3, "train": 3, "inspect": 3, "demo": 3, "doctor": 3, "client": 3, "errors": 3,
     "cli": 4, "__init__": 4, "__main__": 4,
 }  # fmt: skip
 # level with each other, yet kept apart

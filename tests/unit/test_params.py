@@ -42,6 +42,16 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_draft_tokens": ((None, 0, 1, 64), (-1, 1.0, True)),
     "cache_salt": (("", "tenant"), (None, 5, b"x")),
     "priority": ((-(10**6), 0, 5), (1.0, None, True)),
+    "structured_outputs": (
+        (None, {"json": {"type": "object"}}, {"json": "{}"}, {"json_object": True}, {"regex": "a+"},
+         {"choice": ["a", "b"]}, {"grammar": "start: /a/"}, {"json": {}, "disable_any_whitespace": True},
+         {"json": {}, "regex": None, "whitespace_pattern": " "}),
+        ({}, {"json": "{"}, {"json": 5}, {"json_object": 1}, {"regex": ""}, {"choice": "ab"}, {"choice": [""]},
+         {"json": {}, "regex": "a"}, {"regex": "a", "whitespace_pattern": " "}, {"structural_tag": "x"}, "json",
+         {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}),
+    ),
+    "thinking_token_budget": ((None, 0, 32, 10**9), (-1, 1.0, True, "32")),
+    "thinking": ((None, True, False), (0, 1, "on")),
 }  # fmt: skip
 
 GOOD = [(name, value) for name, (good, _) in BOUNDS.items() for value in good]
@@ -72,6 +82,8 @@ def test_values_outside_are_errors_that_name_the_parameter(name: str, value: Any
     [
         ({"min_tokens": 6, "max_tokens": 5}, ("min_tokens", "max_tokens")),
         ({"n": 2, "temperature": 0.0}, ("n", "temperature")),
+        ({"ignore_eos": True, "structured_outputs": {"regex": "a"}}, ("ignore_eos", "structured_outputs")),
+        ({"min_tokens": 3, "structured_outputs": {"regex": "a"}}, ("min_tokens", "structured_outputs")),
     ],
 )
 def test_contradictions_name_both(values: dict[str, Any], names: tuple[str, ...]):

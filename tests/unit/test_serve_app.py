@@ -93,7 +93,8 @@ class ScriptedEngine(EngineClient):
                 end = {"finish_reason": self.script.finish, "seed": params.seed, "usage": usage}
                 end |= {"stats": {"queue_seconds": 0.0, "accepted": 3}, "error": "logits"}
             scores = [[-0.5, 0, [[i, -0.5]]] for i in ids] if params.logprobs is not None else []
-            self._receive({"op": "pieces", "pieces": [[call, [sample, text, ids, scores, end]]]})
+            origins = [[at, i > 0, 3] for i in range(len(ids))] if message["origins"] else []
+            self._receive({"op": "pieces", "pieces": [[call, [sample, text, ids, scores, end, origins]]]})
             if self.script.die:
                 self._become(EngineState.DEAD, "the engine has died")
                 return
@@ -333,8 +334,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "image": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     "assistant last": (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages"),
     "nothing to continue": (CHAT, {"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
-    "json mode": (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
-    "forced call": (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    "yaml mode": (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format"),
+    "no schema": (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+    "two forms": (CHAT, {"messages": HELLO, "guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    "form of a choice": (CHAT, {"messages": HELLO, "guided_choice": [""]}, "guided_choice"),
+    "endless form": (COMPLETIONS, {"prompt": "x", "ignore_eos": True, "guided_regex": "a"}, "ignore_eos"),
+    "forced call": (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    "unknown call": (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": {
+        "type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
     "named call": (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
     "auto without tools": (CHAT, {"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
     "tool without name": (CHAT, {"messages": HELLO, "tools": [{"function": {}}]}, "tools"),
@@ -342,7 +349,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "effort": (CHAT, {"messages": HELLO, "reasoning_effort": "huge"}, "reasoning_effort"),
     "template key": (CHAT, {"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
     "unknown field": (CHAT, {"messages": HELLO, "temprature": 0.5}, "temprature"),
-    "thinking budget": (CHAT, {"messages": HELLO, "thinking_token_budget": 5}, "thinking_token_budget"),
+    "thinking budget": (CHAT, {"messages": HELLO, "thinking_token_budget": -5}, "thinking_token_budget"),
     "top without logprobs": (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     "options without stream": (CHAT, {"messages": HELLO, "stream_options": {}}, "stream_options"),
     "two limits": (CHAT, {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),

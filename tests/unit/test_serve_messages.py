@@ -46,7 +46,7 @@ def test_a_foreign_frame_is_refused() -> None:
 
 def test_piece_from_a_list() -> None:
     end = {"finish_reason": "stop", "seed": 1, "usage": {}, "stats": {}}
-    piece = Piece.of([2, "t", [5], [[-1.0, 0, []]], end])
-    assert (piece.index, piece.text, piece.token_ids) == (2, "t", [5])
+    piece = Piece.of([2, "t", [5], [[-1.0, 0, []]], end, [[3, 1, 2]]])
+    assert (piece.index, piece.text, piece.token_ids, piece.origins) == (2, "t", [5], [[3, 1, 2]])
     assert piece.end is not None and piece.end.finish_reason == "stop"
-    assert Piece.of([0, "", [], [], None]).end is None
+    assert Piece.of([0, "", [], [], None, []]).end is None

@@ -16,6 +16,7 @@ def step(**changes: Any) -> dict[str, Any]:
     base = {
         "prompt_rows": 0, "decodes": 2, "drafts": 10, "reason": "fixed width", "expected_tokens": 4.0, "rows": 12,
         "emitted": 6, "verified": 10, "accepted": 4, "predicted_ms": 2.0, "measured_ms": 3.0, "host_ms": 1.0,
+        "draft_reason": "drafting pays", "drafting": 2, "draft_width": 3,
     }  # fmt: skip
     return {**base, **changes}
 
@@ -81,6 +82,28 @@ def test_why_nothing_is_drafted(metrics: Metrics) -> None:
     metrics.ready(ModelInfo("p", 512, 4096, 0, (1,), True, 0, 4, 100, 256))
     metrics.stats(stats(step(drafts=0, verified=0)))
     assert value(metrics, "spec_decode_inactive_steps_total", reason="no speculative config") == 1
+
+
+def test_no_drafts_because_the_step_before_made_none(metrics: Metrics) -> None:
+    metrics.stats(
+        stats(step(draft_reason="drafting does not pay"), step(drafts=0, reason="no drafts to verify"))
+    )
+    assert value(metrics, "spec_decode_inactive_steps_total", reason="drafting does not pay") == 1
+
+
+def test_proposed_by_place(metrics: Metrics) -> None:
+    metrics.stats(stats(step(drafting=4, draft_width=2), step(drafting=1, draft_width=1)))
+    assert value(metrics, "spec_decode_num_proposed_tokens_total") == 9
+    assert value(metrics, "spec_decode_num_proposed_tokens_per_pos_total", position="0") == 5
+    assert value(metrics, "spec_decode_num_proposed_tokens_per_pos_total", position="1") == 4
+
+
+def test_departures(metrics: Metrics) -> None:
+    times = (2.0, 2.5, 2.7, 1.4, 1.6)
+    metrics.stats(stats(*(step(predicted_ms=2.0, measured_ms=ms) for ms in times)))
+    metrics.stats(stats(step(predicted_ms=0.0, measured_ms=9.0)))
+    assert value(metrics, "step_departures_total", direction="slower") == 1
+    assert value(metrics, "step_departures_total", direction="faster") == 1
 
 
 @pytest.mark.parametrize(("accepted", "rate"), [(0, "0.000"), (10, "1.000")])

@@ -9,7 +9,7 @@ import pytest
 
 from firesteel.cli import _parser, main
 from firesteel.config import EngineConfig, ParameterError
-from firesteel.serve.options import Launch, resolve
+from firesteel.serve.options import _ALWAYS, _SWITCHES, NO_EFFECT, Launch, resolve
 
 
 def launch(*argv: str) -> Launch:
@@ -41,6 +41,23 @@ def test_the_launch_command_of_the_validation_run() -> None:
     assert all(": no effect: " in note for note in got.notes)
 
 
+def test_every_flag_without_effect_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is taken, told once with its reason, and marked in the help."""
+    values = {
+        "--gpu-memory-utilization": "0.5",
+        "--compilation-config": "{}",
+        "--cudagraph-capture-sizes": "8",
+    }
+    switches = [*_SWITCHES, *_ALWAYS]
+    for flag, reason in NO_EFFECT.items():
+        argv = [flag] if flag in switches else [flag, values.get(flag, "1")]
+        assert launch(*argv).notes == (f"{flag}: no effect: {reason}",)
+    with pytest.raises(SystemExit):
+        launch("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"no effect: {reason}"[:40] in text for reason in NO_EFFECT.values())
+
+
 def test_defaults() -> None:
     got = launch()
     assert got.model is None and got.names == ("firesteel",) and not got.notes and not got.settings
@@ -57,6 +74,10 @@ def test_defaults() -> None:
         (["--kv-cache-dtype", "fp8", "--numerics", "float32"], "contradicts"),
         (["--reasoning-parser", "qwen3"], "deepseek_v4"),
         (["--no-async-scheduling"], "--no-async-scheduling"),
+        (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill"),
+        (["--watchdog-timeout", "-1"], "--watchdog-timeout"),
+        (["--watchdog-timeout", "inf"], "--watchdog-timeout"),
+        (["--drain-seconds", "nan"], "--drain-seconds"),
         (["--compilation-config", "{"], "not JSON"),
         (["--speculative-config", "{"], "not JSON"),
         (["--speculative-config", '{"method":"eagle"}'], "method"),

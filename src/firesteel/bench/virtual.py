@@ -1,25 +1,41 @@
-"""A deterministic test bed for scheduling: the real engine and real acceptance, time from a cost table.
+"""A deterministic test bed for scheduling: the real engine, time from a cost table.
 
 Every arm runs the same closed loop: C requests at a time, a new one as soon as
 one ends. A step takes what the table says, so a result depends on nothing but
-the model, the table and the decisions.
+acceptance, the table and the decisions. Acceptance is the model's own, or
+drawn (``speculation.simulated``), with or without a model behind it.
+
+    python -m firesteel.bench.virtual --json bench/results/virtual.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from firesteel.config import SamplingParams
-from firesteel.engine.llm import LLM
+from rich.console import Console
+from rich.table import Table
+
+from firesteel.bench.hollow import hollow_engine
+from firesteel.bench.report import environment, write_json
+from firesteel.config import EngineConfig, SamplingParams, SimulatedAcceptance
+from firesteel.core import StepRecord
+from firesteel.engine.loop import Engine
+from firesteel.speculation import simulated
 from firesteel.speculation.cost import CostModel, CostTable
-from firesteel.speculation.policy import Adaptive
+from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
 from firesteel.speculation.survival import Calibrator, Coefficients
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FIXED = (0, 1, 3, 5, 7)
+TRUST = 50.0  # of a calibration that is known to be right
+Job = tuple[tuple[int, ...], SamplingParams]
 
 
 def tables(gamma: int) -> dict[str, CostTable]:
@@ -42,7 +58,7 @@ def tables(gamma: int) -> dict[str, CostTable]:
 
 @dataclass(frozen=True)
 class Point:
-    """One arm at one concurrency."""
+    """One arm at one concurrency; ``ms`` is virtual time."""
 
     table: str
     arm: str
@@ -51,78 +67,205 @@ class Point:
     ms: float
     steps: int
     drafts_per_step: float
+    accepted: int
 
     @property
     def rate(self) -> float:
-        """Tokens per virtual second."""
+        """Tokens per virtual second, all requests together."""
         return 1e3 * self.tokens / max(self.ms, 1e-9)
 
 
-class Bed:
-    """One engine per arm, reused over tables and concurrencies."""
+def arm_name(width: int) -> str:
+    """none, K=1, ..."""
+    return f"K={width}" if width else "none"
 
-    def __init__(self, model: str | Path, arm: str, spec: dict[str, Any] | None, slots: int, **settings: Any):
-        self.arm = arm
-        adaptive = bool(spec and spec.get("enable_adaptive_verification"))
-        plain = {k: v for k, v in (spec or {}).items() if k != "enable_adaptive_verification"}
-        self.llm = LLM(
-            model,
-            max_num_seqs=slots,
-            max_num_batched_tokens=max(slots * 9, 128),
-            prefix_caching=False,
-            speculative=plain or None,
-            **settings,
+
+def jobs(
+    n: int, tokens: int, seed: int = 0, vocab: int = 250, temperatures: Sequence[float] = (1.0,)
+) -> list[Job]:
+    """Short random prompts, answers of ``tokens`` tokens that do not end early."""
+    r = random.Random(seed)
+    return [
+        (
+            tuple(r.randrange(3, vocab) for _ in range(r.randrange(4, 20))),
+            SamplingParams(
+                max_tokens=tokens,
+                temperature=temperatures[i % len(temperatures)],
+                seed=(seed << 20) + i,
+                ignore_eos=True,
+            ),
         )
-        self.adaptive = adaptive
+        for i in range(n)
+    ]
+
+
+class Bed:
+    """One idle engine for all arms: only its policy and its clock change.
+
+    ``start`` makes the calibrator that every adaptive run begins with.
+    """
+
+    def __init__(self, engine: Engine, start: Callable[[], Calibrator]):
+        self.engine, self.start = engine, start
+        assert engine.config.gamma > 0, "the bed drafts"
+
+    def adaptive(self, table: CostTable) -> Adaptive:
+        """A fresh adaptive policy that believes ``table``."""
+        return Adaptive(self.engine.config.gamma, CostModel(table), self.start())
+
+    def fixed(self, width: int, work: Sequence[Job], concurrency: int, warmup: int = 0) -> list[StepRecord]:
+        """Steps of a fixed width (0: plain decoding), which no prices influence."""
+        return self.run(FixedWidth(width), None, work, concurrency, warmup)
 
     def run(
-        self,
-        table: CostTable,
-        concurrency: int,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        believed: CostTable | None = None,
-        warmup: int = 0,
-    ) -> Point:
-        """The closed loop on a fresh policy.
+        self, policy: Policy, clock: CostTable | None, work: Sequence[Job], concurrency: int, warmup: int = 0
+    ) -> list[StepRecord]:
+        """The closed loop; its steps at full load.
 
-        ``believed``: the table the policy starts from, if another; the first
-        ``warmup`` requests are not counted.
+        Left out: the first ``warmup`` requests, and what comes after the last
+        request has begun, when ever fewer are left.
         """
-        engine = self.llm.engine
+        engine = self.engine
         engine.drain()
-        engine.runner.virtual = CostModel(table)
-        if self.adaptive:
-            gamma = engine.config.gamma
-            assert engine.runner.drafter is not None, "an adaptive arm drafts"
-            head = engine.runner.drafter.weights.markov.confidence is not None
-            start = Calibrator(Coefficients.prior(gamma, head, True))
-            engine.scheduler.policy = Adaptive(gamma, CostModel(believed or table), start)
-        pairs = list(zip(prompts, params, strict=True))
-        self._loop(pairs[:warmup], concurrency)
+        engine.runner.virtual = CostModel(clock) if clock is not None else None
+        engine.scheduler.policy = policy
+        engine.runner._calibration = None
+        self._loop(work[:warmup], concurrency)
         engine.records.clear()
-        tokens = self._loop(pairs[warmup:], concurrency)
-        records = list(engine.records)
-        return Point(
-            table=table.fingerprint,
-            arm=self.arm,
-            concurrency=concurrency,
-            tokens=tokens,
-            ms=sum(r.measured_ms for r in records),
-            steps=len(records),
-            drafts_per_step=sum(r.budget.drafts for r in records) / max(len(records), 1),
-        )
+        full = self._loop(work[warmup:], concurrency)
+        return list(engine.records)[: full or None]
 
-    def _loop(self, pairs: list[tuple[Sequence[int], SamplingParams]], concurrency: int) -> int:
-        """Run requests, ``concurrency`` at a time; tokens of all answers."""
-        frontend, queue, open_, tokens = self.llm.frontend, list(pairs), 0, 0
+    def _loop(self, work: Sequence[Job], concurrency: int) -> int:
+        """Steps that were committed when the last request began."""
+        engine, queue, open_, full = self.engine, list(reversed(work)), 0, 0
         while queue or open_:
             while queue and open_ < concurrency:
-                frontend.add(*queue.pop(0))
+                prompt, params = queue.pop()
+                assert params.seed is not None, "paired arms share their seeds"
+                engine.add(prompt, params, params.seed)
                 open_ += 1
-            for answer in frontend.step():
-                if answer.finish is not None:
-                    open_ -= 1
-                    tokens += len(answer.ids)
-        frontend.engine.drain()
-        return tokens
+                full = len(engine.records)
+            open_ -= sum(u.finish is not None for u in engine.step())
+        engine.drain()
+        return full
+
+
+def priced(records: Iterable[StepRecord], table: CostTable, arm: str, concurrency: int) -> Point:
+    """What steps cost by a table."""
+    cost, steps = CostModel(table), list(records)
+    return Point(
+        table=table.fingerprint,
+        arm=arm,
+        concurrency=concurrency,
+        tokens=sum(r.emitted for r in steps),
+        ms=sum(cost.price(r.rows, r.context, r.drafting, r.draft_width) for r in steps),
+        steps=len(steps),
+        drafts_per_step=sum(r.budget.drafts for r in steps) / max(len(steps), 1),
+        accepted=sum(r.accepted for r in steps),
+    )
+
+
+def compare(
+    bed: Bed,
+    prices: Sequence[CostTable],
+    concurrencies: Sequence[int],
+    work: Callable[[int], Sequence[Job]],
+    widths: Sequence[int] = FIXED,
+    warmup: Callable[[int], int] = lambda c: 0,
+) -> Iterator[list[Point]]:
+    """All arms at each point of (table, concurrency), fixed ones first, adaptive last.
+
+    Fixed arms decide nothing by prices, so they run once and are priced by every table.
+    """
+    for c in concurrencies:
+        todo = work(c)
+        fixed = {w: bed.fixed(w, todo, c, warmup(c)) for w in widths}
+        for table in prices:
+            points = [priced(records, table, arm_name(w), c) for w, records in fixed.items()]
+            records = bed.run(bed.adaptive(table), table, todo, c, warmup(c))
+            yield [*points, priced(records, table, "adaptive", c)]
+
+
+def ratio(points: Sequence[Point]) -> float:
+    """Rate of adaptive over that of the best fixed arm."""
+    return points[-1].rate / max(p.rate for p in points[:-1])
+
+
+def simulated_bed(
+    acceptance: SimulatedAcceptance, gamma: int, slots: int, length: int, start: str = "calibrated"
+) -> Bed:
+    """A bed without a model. ``start``: "calibrated" (as with a calibration file) or "prior" (knows nothing)."""
+    settings = EngineConfig.of(
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(slots * (gamma + 2), 64),
+        max_model_len=length,
+        prefix_caching=False,
+        speculative={"num_speculative_tokens": gamma, "simulated_acceptance": acceptance},
+    )
+
+    def calibrator() -> Calibrator:
+        if start == "prior":
+            return Calibrator(Coefficients.prior(gamma, True, True))
+        return Calibrator(simulated.coefficients(acceptance, gamma), trust=TRUST)
+
+    return Bed(hollow_engine(settings), calibrator)
+
+
+SCENES: dict[str, SimulatedAcceptance] = {
+    "measured": SimulatedAcceptance(),  # rates of a trained drafter
+    "mixed": SimulatedAcceptance(spread=1.0),  # requests differ
+    "phases": SimulatedAcceptance(trace=(*[(0.95,)] * 24, *[(0.45,)] * 12)),  # easy and hard passages
+    "poor": SimulatedAcceptance(rates=(0.35, 0.25, 0.2)),
+    "never": SimulatedAcceptance(rates=(0.0,)),
+    "nearly always": SimulatedAcceptance(rates=(0.99,)),
+    "blind": SimulatedAcceptance(head_auc=0.5, margin_auc=0.5),  # signals say nothing
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Every scene on every table, calibrated and from the prior."""
+    p = argparse.ArgumentParser(prog="firesteel bench virtual", description=main.__doc__)
+    p.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)))
+    p.add_argument("--scenes", default=",".join(SCENES))
+    p.add_argument("--tables", default="staircase,linear,flat")
+    p.add_argument("--starts", default="calibrated,prior")
+    p.add_argument("--gamma", type=int, default=7)
+    p.add_argument("--tokens", type=int, default=128, help="tokens of one answer")
+    p.add_argument("--requests", type=int, default=3, help="requests per concurrent one")
+    p.add_argument("--least", type=int, default=24, help="but at least as many requests")
+    p.add_argument("--json", default=None, metavar="FILE")
+    args = p.parse_args(argv)
+    levels = [int(c) for c in args.concurrency.split(",")]
+    prices = [tables(args.gamma)[t] for t in args.tables.split(",")]
+    out: list[dict[str, Any]] = []
+    console = Console()
+    for scene in args.scenes.split(","):
+        for start in args.starts.split(","):
+            bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + 32, start)
+            shown = Table(
+                "table", "C", *map(arm_name, FIXED), "adaptive", "adaptive / best", title=f"{scene}, {start}"
+            )
+            work = lambda c: jobs(max(args.requests * c, args.least), args.tokens)  # noqa: E731
+            for points in compare(bed, prices, levels, work):
+                r = ratio(points)
+                rates = [f"{q.rate:,.0f}" for q in points]
+                shown.add_row(points[0].table, str(points[0].concurrency), *rates, f"{r:.3f}")
+                out.append(
+                    {
+                        "scene": scene,
+                        "start": start,
+                        "ratio": round(r, 4),
+                        "points": [{**asdict(q), "rate": round(q.rate, 1)} for q in points],
+                    }
+                )
+            console.print(shown)
+    worst = {s: min(o["ratio"] for o in out if o["start"] == s) for s in args.starts.split(",")}
+    console.print(f"adaptive / best, worst point: {worst}")
+    scenes = {name: asdict(SCENES[name]) for name in args.scenes.split(",")}
+    result = {"simulated": True, "environment": environment(), "settings": vars(args), "scenes": scenes}
+    write_json({**result, "worst": worst, "results": out}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

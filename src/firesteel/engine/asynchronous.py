@@ -17,7 +17,7 @@ from typing import Any
 from firesteel.config import EngineConfig, SamplingParams
 from firesteel.core import FinishReason
 from firesteel.engine.build import build_engine
-from firesteel.engine.frontend import Frontend, Prompt
+from firesteel.engine.frontend import Frontend, Prepared, Prompt
 from firesteel.engine.output import Answer, Completion
 from firesteel.engine.runner import TokenScore
 
@@ -45,6 +45,7 @@ class _Call:
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
     pieces: asyncio.Queue[Piece | Exception] = field(default_factory=asyncio.Queue)
+    prepared: Prepared | None = None
     answers: list[Answer] = field(default_factory=list)
     sent: dict[int, int] = field(default_factory=dict)  # request id -> tokens handed out
     cancelled: bool = False
@@ -76,6 +77,7 @@ class AsyncEngine:
         self.frontend = Frontend(build_engine(model, self.settings, progress))
         self._inbox: queue.Queue[_Call | None] = queue.Queue()
         self._calls: dict[int, _Call] = {}  # by request id
+        self._compiling: dict[int, _Call] = {}  # by id(): their grammars are compiled beside the loop
         self._failure: BaseException | None = None
         self._ended = False  # set before the inbox is emptied for the last time
         self._thread = threading.Thread(target=self._main, name="firesteel-engine", daemon=True)
@@ -148,7 +150,15 @@ class AsyncEngine:
 
     def _enter(self, call: _Call) -> None:
         try:
-            call.answers = self.frontend.add(call.prompt, call.params)
+            if call.prepared is None:
+                call.prepared = self.frontend.prepare(call.prompt, call.params)
+                if not call.prepared.ready:  # it comes through the inbox once more
+                    self._compiling[id(call)] = call
+                    call.prepared.then(lambda: self._inbox.put(call))
+                    return
+            elif self._compiling.pop(id(call), None) is None:
+                return  # cancelled meanwhile
+            call.answers = self.frontend.admit(call.prepared)
         except Exception as err:  # a bad request fails alone
             call.post(err)
             return
@@ -157,6 +167,7 @@ class AsyncEngine:
             call.sent[answer.request_id] = 0
 
     def _cancel(self, call: _Call) -> None:
+        self._compiling.pop(id(call), None)
         for answer in call.answers:
             if self._calls.pop(answer.request_id, None) is not None:
                 self.frontend.drop(answer, FinishReason.ABORT)
@@ -177,8 +188,9 @@ class AsyncEngine:
             self._cancel(call)
 
     def _fail_all(self, err: EngineDead) -> None:
-        waiting = {id(c): c for c in self._calls.values()}
+        waiting = {id(c): c for c in (*self._calls.values(), *self._compiling.values())}
         self._calls.clear()
+        self._compiling.clear()
         while not self._inbox.empty():
             call = self._inbox.get_nowait()
             if call is not None and not call.cancelled:

@@ -14,6 +14,7 @@ from firesteel.engine.loop import Engine
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import PrefixCache
 from firesteel.engine.profile import Profiler, fingerprint
+from firesteel.engine.rehearsal import record_graphs
 from firesteel.engine.runner import Runner
 from firesteel.engine.slots import Slots
 from firesteel.engine.sync import SyncGuard
@@ -22,12 +23,14 @@ from firesteel.models.deepseek_v4.dspark import Drafter, build_drafter
 from firesteel.models.deepseek_v4.layout import confidence_name, open_checkpoint
 from firesteel.models.deepseek_v4.model import Target
 from firesteel.models.deepseek_v4.weights import build_target
-from firesteel.ops import Numerics, select
+from firesteel.ops import BackendError, Choice, Numerics, build
+from firesteel.speculation import simulated
 from firesteel.speculation.cost import CostModel, CostTable
 from firesteel.speculation.policy import Adaptive, Policy
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.tokenizer import Tokenizer
 
+FILE_TRUST = 50.0  # how much more a calibration file weighs than the prior
 SMALL = 1024  # hidden size up to which one op is too short to be worth a second thread
 BUNDLED = Path(__file__).parent.parent / "checkpoint" / "demo"
 
@@ -61,17 +64,61 @@ def page_count(config: V4Config, settings: EngineConfig, length: int) -> int:
     return -(-length // config.page_size) * settings.slots * 5 // 4 + 8
 
 
+def place(settings: EngineConfig) -> tuple[Choice, torch.device]:
+    """The ops and the device they compute on; on a GPU only the Triton ops run.
+
+    Raises ParameterError if device and backend contradict each other or there is no such device,
+    BackendError if the backend cannot run.
+    """
+    numerics, backend = Numerics(settings.numerics == "official"), settings.backend
+    cpu, reasons = torch.device("cpu"), {}
+    if backend == "triton":
+        ops = build("triton", numerics)
+        device = getattr(ops, "device", cpu)
+        if settings.device == "cpu" and device.type != "cpu":
+            raise ParameterError("backend='triton': computes on the GPU; set device='auto' or backend='auto'")
+        return Choice(ops, {}), device
+    if settings.device == "cuda" and backend != "auto":
+        raise ParameterError(
+            f"backend={backend!r}: computes on the CPU only; set device='cpu' or backend='triton'"
+        )
+    nothing = "torch sees no CUDA or ROCm device"
+    if not torch.cuda.is_available():
+        if settings.device == "cuda":
+            raise ParameterError(f"device='cuda': {nothing}; set device='cpu'")
+        reasons["triton"] = nothing
+    elif settings.device == "cuda" or (settings.device == "auto" and backend == "auto"):
+        try:
+            return Choice(build("triton", numerics), {}), torch.device("cuda", torch.cuda.current_device())
+        except BackendError as err:
+            if settings.device == "cuda":
+                raise
+            reasons["triton"] = str(err)
+    for name in ("native", "reference") if backend == "auto" else (backend,):
+        try:
+            return Choice(build(name, numerics), reasons if backend == "auto" else {}), cpu
+        except BackendError as err:
+            if backend != "auto":
+                raise
+            reasons[name] = str(err)
+    raise AssertionError("the reference backend always runs")
+
+
 def build_engine(
     path: str | Path | None, settings: EngineConfig, progress: Callable[[str], None] = lambda _: None
 ) -> Built:
     """Load a checkpoint (the bundled one if ``path`` is None) and make its engine."""
     folder = BUNDLED if path is None else Path(path)
-    device = torch.device("cpu")
     config = V4Config.load(folder)
     threads = settings.threads or (1 if config.hidden_size <= SMALL else torch.get_num_threads())
     torch.set_num_threads(threads)
-    choice = select(settings.backend, Numerics(settings.numerics == "official"))
-    notes = [f"ops: {choice.ops.name}", f"numerics: {settings.numerics}", f"threads: {threads}"]
+    choice, device = place(settings)
+    notes = [
+        f"device: {device}",
+        f"ops: {choice.ops.name}",
+        f"numerics: {settings.numerics}",
+        f"threads: {threads}",
+    ]
     notes += [f"ops {name} not used: {why}" for name, why in choice.reasons.items()]
     length = model_length(config, settings)
     with open_checkpoint(folder, config, drafter=settings.speculative is not None) as checkpoint:
@@ -83,9 +130,24 @@ def build_engine(
             progress("drafter")
             drafter = make_drafter(checkpoint, config, target, settings.speculative, notes)
         checkpoint.finish()
+    return assemble(config, settings, target, drafter, folder, notes, progress)
+
+
+def assemble(
+    config: V4Config,
+    settings: EngineConfig,
+    target: Target,
+    drafter: Drafter | None,
+    folder: Path,
+    notes: list[str],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Built:
+    """The engine around loaded weights; ``folder`` may hold a tokenizer and a calibration file."""
+    device, length = target.weights.embed.device, model_length(config, settings)
     slots, gamma = settings.slots, settings.gamma
     stages = len(drafter.weights.stages) if drafter is not None else 0
-    memory = Memory(config, slots, length, page_count(config, settings, length), gamma, device, stages)
+    pages = page_count(config, settings, length)
+    memory = Memory(config, slots, length, pages, gamma, device, stages, target.ops.cache)
     runner = Runner(
         target,
         memory,
@@ -95,10 +157,16 @@ def build_engine(
         settings.speculative,
         settings.debug_poison,
     )
+    if device.type == "cpu":
+        notes.append("graphs not used: there is no launch to save on a CPU")
+    elif not settings.graphs:
+        notes.append("graphs not used: graphs=False")
+    else:
+        notes.append(record_graphs(runner, settings, length, progress).note)
     policy = make_policy(runner, settings, length, folder, notes, progress)
     cache = None
     if settings.prefix_caching:
-        cache = PrefixCache(memory.pool, memory.page_size, f"{settings.numerics} {choice.ops.name}")
+        cache = PrefixCache(memory.pool, memory.page_size, f"{settings.numerics} {target.ops.name}")
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder)
@@ -148,6 +216,8 @@ def make_drafter(
     if not layout.confidence_head:
         notes.append(f"no confidence head in the checkpoint ('{head}'): survival is estimated without it")
     notes.append(f"speculation: dspark, K={k}, {settings.acceptance} acceptance")
+    if settings.simulated_acceptance is not None:
+        notes.append(f"SIMULATED acceptance: the text is meaningless; {settings.simulated_acceptance}")
     use_head = layout.confidence_head and settings.confidence != "none"
     if layout.confidence_head and not use_head:
         checkpoint.skip(head, "confidence='none'")
@@ -178,13 +248,15 @@ def make_policy(
     uses_head = runner.drafter.weights.markov.confidence is not None
     coefficients = Coefficients.prior(gamma, uses_head, not spec.rejection)
     own = folder / "calibration.json"
+    if spec.simulated_acceptance is not None:
+        coefficients = simulated.coefficients(spec.simulated_acceptance, gamma, uses_head, not spec.rejection)
+        notes.append("adaptive: calibration of the simulated acceptance")
+        return Adaptive(gamma, CostModel(table), Calibrator(coefficients, trust=FILE_TRUST))
     file = spec.calibration or (str(own) if own.is_file() else None)
     if file is not None:
         coefficients = Coefficients.load(file).fitted_to(gamma, uses_head, not spec.rejection)
         notes.append(f"adaptive: calibration from {Path(file).name}")
     else:
         notes.append("adaptive: no calibration file; starting from a prior, refitted from traffic")
-    policy = Adaptive(gamma, CostModel(table), Calibrator(coefficients), rejection=spec.rejection)
-    if file is not None:
-        policy.learning = 0
-    return policy
+    calibrator = Calibrator(coefficients, trust=1.0 if file is None else FILE_TRUST)
+    return Adaptive(gamma, CostModel(table), calibrator, rejection=spec.rejection)

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from firesteel.config import ParameterError, SamplingParams
+from firesteel.config import ParameterError, SamplingParams, check_bad_words
 from firesteel.core import FinishReason
 from firesteel.engine.build import Built
+from firesteel.engine.grammar import Guides
+from firesteel.engine.guide import Factory, check_guided
+from firesteel.engine.limited import TooMany
+from firesteel.engine.loop import QueueFull
 from firesteel.engine.output import Answer
 from firesteel.models.deepseek_v4.chat import encode_messages, resolve_mode
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that has been checked; its grammar may still be compiling."""
+
+    ids: tuple[int, ...]
+    params: SamplingParams
+    words: tuple[tuple[int, ...], ...]
+    guide: Future[Factory] | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``Frontend.admit`` returns at once."""
+        return self.guide is None or self.guide.done()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call when ready, from some thread; at once if it is."""
+        if self.guide is None:
+            call()
+        else:
+            self.guide.add_done_callback(lambda _: call())
 
 
 class Frontend:
@@ -21,7 +49,10 @@ class Frontend:
 
     def __init__(self, built: Built):
         self.engine, self.config, self.tokenizer = built.engine, built.model, built.tokenizer
-        self.path, self.notes = built.path, built.notes
+        limit = self.engine.config.structured_compile_seconds
+        engine = self.engine
+        self.guides = Guides(built.tokenizer, engine.vocab_size, engine.eos_ids, built.path, limit)
+        self.path, self.notes = built.path, (*built.notes, self.guides.note)
         self.open: dict[int, Answer] = {}
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -49,16 +80,42 @@ class Frontend:
         return encode_messages(messages, mode.thinking, mode.effort, **encoding)
 
     def add(self, prompt: Prompt, params: SamplingParams) -> list[Answer]:
-        """Queue a request: one answer per sample. Raises ParameterError or QueueFull; then nothing is queued."""
+        """Queue a request: one answer per sample. Raises ParameterError or QueueFull; then nothing is queued.
+
+        Waits for a grammar to compile: who turns the loop for others prepares and admits.
+        """
+        return self.admit(self.prepare(prompt, params))
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+        """Check a request and begin to compile its grammar. Raises ParameterError or QueueFull."""
         ids = self.encode(prompt)
         if self.tokenizer is None and (params.stop or params.bad_words):
             raise ParameterError(f"stop, bad_words: {self.path} has no tokenizer.json; use token ids")
         words = tuple(w for text in params.bad_words for w in self._spellings(text))
+        check_bad_words(words, "bad_words")
+        return Prepared(ids, params, words, self._guide(ids, params))
+
+    def _guide(self, ids: tuple[int, ...], params: SamplingParams) -> Future[Factory] | None:
+        if params.structured_outputs is None and params.thinking_token_budget is None:
+            return None
+        check_guided(self.engine.config)
+        most = self.engine.config.max_waiting
+        if len(self.engine.scheduler.waiting) + self.guides.compiling.pending >= most:
+            raise QueueFull(f"{most} requests wait already; retry later or raise max_waiting")
+        try:
+            return self.guides.begin(ids, params)
+        except TooMany as err:
+            raise QueueFull(f"structured_outputs: {err}; retry later") from err
+
+    def admit(self, prepared: Prepared) -> list[Answer]:
+        """Queue a prepared request, waiting for its grammar if that is not ready; raises as ``add``."""
+        ids, params, words = prepared.ids, prepared.params, prepared.words
+        guide = prepared.guide.result() if prepared.guide is not None else None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         answers: list[Answer] = []
         try:
             for sample in range(params.n):
-                seq = self.engine.add(ids, params, seed, sample, words)
+                seq = self.engine.add(ids, params, seed, sample, words, guide)
                 answers.append(Answer(seq, self.tokenizer))
         except Exception:
             for answer in answers:

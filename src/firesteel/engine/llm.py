@@ -9,7 +9,7 @@ from typing import Any
 
 from firesteel.config import EngineConfig, ParameterError, SamplingParams
 from firesteel.core import FinishReason
-from firesteel.engine.build import build_engine
+from firesteel.engine.build import Built, build_engine
 from firesteel.engine.frontend import Frontend, Prompt
 from firesteel.engine.output import Answer, Completion
 
@@ -18,7 +18,8 @@ class LLM:
     """A model ready to answer.
 
     ``model``: checkpoint folder, or None for the bundled one. Keyword settings
-    are those of ``EngineConfig``; an unknown one is an error.
+    are those of ``EngineConfig``; an unknown one is an error. ``build`` makes
+    the engine in another way, e.g. from weights that were never in a file.
     """
 
     def __init__(
@@ -26,10 +27,11 @@ class LLM:
         model: str | Path | None = None,
         *,
         progress: Callable[[str], None] = lambda _: None,
+        build: Callable[[str | Path | None, EngineConfig, Callable[[str], None]], Built] = build_engine,
         **settings: Any,
     ):
         self.settings = EngineConfig.of(**settings)
-        self.frontend = Frontend(build_engine(model, self.settings, progress))
+        self.frontend = Frontend(build(model, self.settings, progress))
         self._entry, self._owner = threading.Lock(), 0
         self.engine, self.config = self.frontend.engine, self.frontend.config
         self.tokenizer, self.path, self.notes = (
@@ -55,8 +57,9 @@ class LLM:
         try:
             with self._entry:
                 self._claim()
-                for prompt, p in zip(many, each, strict=True):
-                    answers.extend(self.frontend.add(prompt, p))
+                ready = [self.frontend.prepare(prompt, p) for prompt, p in zip(many, each, strict=True)]
+                for one in ready:
+                    answers.extend(self.frontend.admit(one))
             for changed in self._run(answers):
                 if on_token is not None:
                     self._tell(changed, on_token)

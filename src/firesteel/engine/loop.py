@@ -8,19 +8,31 @@ While step n+1 runs on the device, the host turns step n into text. ``LLM`` and
 
 from __future__ import annotations
 
-import time
+import json
+import logging
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
 
 from firesteel.config import MAX_STOP_IDS, EngineConfig, ParameterError, SamplingParams
-from firesteel.core import FinishReason, StepRecord
+from firesteel.core import FinishReason, Origin, StepRecord
+from firesteel.engine.guide import Factory, check_guided
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import PrefixCache
 from firesteel.engine.runner import Handle, Runner, TokenScore
 from firesteel.engine.scheduler import Scheduler
 from firesteel.engine.sequence import Sequence
-from firesteel.speculation.policy import Policy
+from firesteel.speculation.policy import Adaptive, Policy
+
+log = logging.getLogger(__name__)
+
+
+def open_trace(path: str) -> TextIO:
+    """A file of step records, one JSON object a line; raises ParameterError if it cannot be written."""
+    try:
+        return open(path, "a", buffering=1, encoding="utf-8")
+    except OSError as err:
+        raise ParameterError(f"trace={path!r}: cannot be written ({err}); choose another file") from err
 
 
 class QueueFull(RuntimeError):
@@ -52,6 +64,7 @@ class Update:
     scores: tuple[TokenScore, ...]
     finish: FinishReason | None
     error: str = ""
+    origins: tuple[Origin, ...] = ()  # of ``tokens``
 
 
 @dataclass
@@ -70,11 +83,13 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, self.memory, self.cache, self.policy)
+        self.runner.masks.threads.seconds = self.config.structured_mask_seconds
         self._flight: deque[Handle] = deque()
         self._open: dict[int, tuple[Sequence, int]] = {}  # request -> (sequence, tokens handed out)
         self._next_id = 0
         self._host_s = 0.0
         self._failure: BaseException | None = None
+        self._trace: TextIO | None = open_trace(self.config.trace) if self.config.trace is not None else None
 
     # ---- requests ------------------------------------------------------------
     def add(
@@ -84,6 +99,7 @@ class Engine:
         seed: int,
         sample: int = 0,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        guide: Factory | None = None,
     ) -> Sequence:
         """Check and queue a request. Raises ParameterError or QueueFull."""
         max_len = self._check(prompt, params)
@@ -96,9 +112,17 @@ class Engine:
             raise QueueFull(
                 f"{self.config.max_waiting} requests wait already; retry later or raise max_waiting"
             )
+        if params.min_tokens_per_second > 0 and not isinstance(self.scheduler.policy, Adaptive):
+            raise ParameterError(
+                "min_tokens_per_second: only adaptive verification can favour a request; "
+                "set enable_adaptive_verification in the speculative config"
+            )
         words = (*params.bad_word_ids, *bad_words)
         _check_choice(params, words, stop_ids)
         seq = Sequence(self._next_id, prompt, params, seed, max_len, stop_ids, sample, words)
+        if guide is not None:
+            check_guided(self.config)
+            seq.guide = self.runner.masks.guides[seq.request_id] = guide(stop_ids)
         if params.speculative:
             gamma = self.config.gamma
             seq.draft_cap = gamma if params.max_draft_tokens is None else min(params.max_draft_tokens, gamma)
@@ -163,9 +187,9 @@ class Engine:
         return self._updates()
 
     def _turn(self) -> None:
-        begun = time.perf_counter()
+        begun = self.runner.timer()
         plan = self.scheduler.plan()
-        self._host_s += time.perf_counter() - begun
+        self._host_s += self.runner.timer() - begun
         if plan is not None:
             self._flight.append(self.runner.launch(plan))
         if self._flight and (plan is None or len(self._flight) > 1):
@@ -173,11 +197,11 @@ class Engine:
 
     def _commit(self, handle: Handle) -> None:
         result = handle.read()
-        begun = time.perf_counter()
+        begun = self.runner.timer()
         self.scheduler.commit(handle.plan, result)
         self.scheduler.sweep()
-        plan, now = handle.plan, time.perf_counter()
-        self.records.append(
+        plan, now = handle.plan, self.runner.timer()
+        self._record(
             StepRecord(
                 step=plan.step,
                 prompt_rows=plan.prompt_rows,
@@ -185,6 +209,9 @@ class Engine:
                 budget=plan.budget,
                 rows=plan.rows,
                 draft_reason=plan.draft_reason,
+                drafting=len(plan.drafting),
+                draft_width=plan.draft_width,
+                context=plan.context,
                 emitted=sum(len(g.tokens) for g in result.groups),
                 verified=sum(g.verified for g in result.groups),
                 accepted=sum(g.accepted for g in result.groups),
@@ -195,13 +222,31 @@ class Engine:
         )
         self._host_s = 0.0
 
+    def _record(self, record: StepRecord) -> None:
+        """Keep a step's record, with what the policy has to say, and trace it."""
+        policy = self.scheduler.policy
+        if isinstance(policy, Adaptive):
+            for name, text in policy.watch.news():
+                record.notes.append(f"{name}: {text}")
+                log.warning("%s: %s", name, text)
+        self.records.append(record)
+        if self._trace is not None:
+            self._trace.write(json.dumps(asdict(record)) + "\n")
+
+    def close(self) -> None:
+        """Write out the trace, if there is one."""
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
     def _updates(self) -> list[Update]:
         out = []
         for rid, (seq, sent) in list(self._open.items()):
             count = len(seq.output)
             if count > sent or seq.finish is not None:
                 scores = tuple(seq.scores[sent:count])
-                out.append(Update(rid, tuple(seq.output[sent:count]), scores, seq.finish, seq.error))
+                origins = tuple(seq.origins[sent:count])
+                out.append(Update(rid, tuple(seq.output[sent:count]), scores, seq.finish, seq.error, origins))
                 self._open[rid] = (seq, count)
             if seq.finish is not None:
                 del self._open[rid]
@@ -211,6 +256,21 @@ class Engine:
         """Turn the loop until nothing is left in flight (ended requests included), or a step has failed."""
         while self._failure is None and (self._flight or self.scheduler.busy):
             self.step()
+
+    def _adaptive(self) -> dict[str, Any]:
+        """What the adaptive policy knows of itself; empty for fixed widths."""
+        policy = self.scheduler.policy
+        if not isinstance(policy, Adaptive):
+            return {}
+        cost, seen = policy.cost, policy.calibrator
+        return {
+            "departures": cost.departures,  # steps off their prediction by more than 1.3x
+            "measured": cost.measured,
+            "probes": policy.probes,
+            "refits": seen.refits,
+            "alarms": dict(policy.watch.alarms),
+            "alarms_raised": dict(policy.watch.raised),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counters for metrics: queue, memory, prefix cache, preemptions, synchronisations."""
@@ -226,4 +286,6 @@ class Engine:
             "recomputes": s.stats.recomputes,
             "deferred": s.stats.deferred,
             "syncs": dict(self.runner.guard.counts),
+            "simulated": self.runner.simulator is not None,
+            "adaptive": self._adaptive(),
         }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from firesteel.config import ParameterError
+from firesteel.engine.sync import upload
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.state import (
     LayerMemory,
@@ -104,23 +105,26 @@ class Memory:
         gamma: int,
         device: torch.device,
         stages: int = 0,
+        dtype: torch.dtype = torch.float32,
     ):
+        """``dtype``: of K=V rows and entries; raw compressor rows are float32 always."""
         self.config, self.page_size, self.device = config, config.page_size, device
         self.columns = -(-max_model_len // self.page_size)
         self.slots, self.num_pages, self.gamma = slots, num_pages, gamma
         snapshot = [*snapshot_parts(config, 1), *stage_parts(config, stages)]
-        self.snapshot_floats = sum(p.rows * p.width for p in snapshot)
+        self._raw_units = 4 // dtype.itemsize  # a float32 in units of the arena
+        self.snapshot_floats = sum(self._units(p) for p in snapshot)
         line = max(page_floats(config), -(-self.snapshot_floats // 8), 1)
         self.snapshot_pages = -(-self.snapshot_floats // line)
         try:
-            self.arena = torch.zeros(num_pages + 1, line, device=device)
+            self.arena = torch.zeros(num_pages + 1, line, dtype=dtype, device=device)
         except (RuntimeError, OverflowError) as err:
-            gib = (num_pages + 1) * line * 4 / 2**30
+            gib = (num_pages + 1) * line * dtype.itemsize / 2**30
             raise ParameterError(
                 f"num_pages={num_pages}: {gib:.1f} GiB cannot be allocated; lower it"
             ) from err
         self.layers: list[LayerMemory] = allocate(config, slots + 1, self.arena, gamma, device)
-        self.stages = allocate_stages(config, slots + 1, stages, gamma, device)
+        self.stages = allocate_stages(config, slots + 1, stages, gamma, device, dtype)
         self.page_table = torch.zeros(slots + 1, self.columns, dtype=torch.int64, device=device)
         self.pool = PagePool(num_pages)
         self._free_slots: deque[int] = deque(range(slots))
@@ -194,6 +198,17 @@ class Memory:
         """Bytes of one arena page."""
         return self.arena.shape[1] * self.arena.element_size()
 
+    # ---- other ranks ----------------------------------------------------------
+    def changes(self) -> dict[int, tuple[int, ...]]:
+        """Pages of the slots whose page table lines the next ``push`` writes."""
+        return {slot: tuple(self._pages[slot]) for slot in sorted(self._dirty)}
+
+    def adopt(self, changes: dict[int, tuple[int, ...]]) -> None:
+        """Take over rank 0's lines; a rank that follows keeps no account of its own."""
+        for slot, pages in changes.items():
+            self._pages[slot] = list(pages)
+            self._dirty.add(slot)
+
     # ---- device, in launch order ----------------------------------------------
     def push(self) -> None:
         """Copy changed page table lines to the device."""
@@ -201,8 +216,12 @@ class Memory:
             pages = self._pages[slot]
             line = torch.zeros(self.columns, dtype=torch.int64)
             line[: len(pages)] = torch.tensor(pages, dtype=torch.int64)
-            self.page_table[slot] = line.to(self.device, non_blocking=True)
+            self.page_table[slot] = upload(line, self.device)
         self._dirty.clear()
+
+    def _at(self, pages: list[int]) -> Tensor:
+        """Pages as an index on the device; a list would be copied with a wait."""
+        return upload(torch.tensor(pages, dtype=torch.int64), self.device)
 
     def _rings(self) -> list[Tensor]:
         return [ring for layer in (*self.layers, *self.stages) for ring in layer.rings()]
@@ -211,19 +230,23 @@ class Memory:
         """Every ring of every layer and stage, for profiling."""
         return self._rings()
 
+    def _units(self, part: SnapshotPart) -> int:
+        """Arena elements that a part of a snapshot takes."""
+        return part.rows * part.width * (self._raw_units if part.raw else 1)
+
     def _parts(self, boundary: int) -> list[SnapshotPart]:
         target = snapshot_parts(self.config, boundary, self.layers)
         return [*target, *stage_parts(self.config, len(self.stages), self.stages)]
 
     def save(self, slot: int, pages: list[int]) -> Saved:
         """Copy a slot's rings and pages out of the way of their next owners."""
-        return Saved([ring[slot].clone() for ring in self._rings()], self.arena[pages].clone())
+        return Saved([ring[slot].clone() for ring in self._rings()], self.arena[self._at(pages)])
 
     def restore(self, saved: Saved, slot: int, pages: list[int]) -> None:
         """Put a saved request into another slot and other pages."""
         for ring, copy in zip(self._rings(), saved.rings, strict=True):
             ring[slot] = copy
-        self.arena[pages[: saved.pages.shape[0]]] = saved.pages
+        self.arena[self._at(pages[: saved.pages.shape[0]])] = saved.pages
 
     def write_snapshot(self, slot: int, boundary: int, pages: list[int]) -> None:
         """Store the window that ends before position ``boundary`` of a slot."""
@@ -231,17 +254,18 @@ class Memory:
             p.ring[slot, torch.arange(boundary - p.rows, boundary, device=self.device) % p.ring.shape[1]]
             .index_select(-1, p.columns)
             .flatten()
+            .view(self.arena.dtype)  # the bits of float32 rows
             for p in self._parts(boundary)
         ]
         flat = torch.cat(parts)
         flat = torch.nn.functional.pad(flat, (0, len(pages) * self.arena.shape[1] - flat.shape[0]))
-        self.arena[pages] = flat.view(len(pages), -1)
+        self.arena[self._at(pages)] = flat.view(len(pages), -1)
 
     def read_snapshot(self, pages: list[int], slot: int, boundary: int) -> None:
         """Fill a slot's rings with a stored window, as if the rows before ``boundary`` had just run."""
-        flat, at = self.arena[pages].flatten(), 0
+        flat, at = self.arena[self._at(pages)].flatten(), 0
         for p in self._parts(boundary):
-            data = flat[at : at + p.rows * p.width].view(p.rows, p.width)
+            data = flat[at : at + self._units(p)].view(p.ring.dtype).view(p.rows, p.width)
             where = torch.arange(boundary - p.rows, boundary, device=self.device) % p.ring.shape[1]
             p.ring[slot, where[:, None], p.columns] = data
-            at += p.rows * p.width
+            at += self._units(p)

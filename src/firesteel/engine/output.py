@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from firesteel.config import SamplingParams
-from firesteel.core import FinishReason
+from firesteel.core import FinishReason, Origin
 from firesteel.engine.loop import Update
 from firesteel.engine.runner import TokenScore
 from firesteel.engine.sequence import Sequence
@@ -105,6 +105,7 @@ class Answer:
         self.prefix = tokenizer.decode(seq.prompt) if tokenizer is not None and seq.params.echo else ""
         self.ids: list[int] = []
         self.scores: list[TokenScore] = []
+        self.origins: list[Origin] = []
         self.finish: FinishReason | None = None
         self.error = ""
         self.started = self.ended = clock()
@@ -129,6 +130,7 @@ class Answer:
                 self.finish = FinishReason.STOP
         self.ids.extend(tokens[:kept])
         self.scores.extend(update.scores[:kept])
+        self.origins.extend(update.origins[:kept])
         if self.finish is None:
             self.finish, self.error = update.finish, update.error
         if self.finish is FinishReason.STOP and not self.params.max_tokens:
@@ -166,11 +168,13 @@ class Answer:
                 "steps": seq.steps,
                 "tokens_per_second": len(self.ids) / seconds,
                 "seconds": seconds,
+                "queue_seconds": (seq.admitted or self.ended) - seq.arrived,
                 "first_token_seconds": (self.first_token or self.ended) - self.started,
                 "preemptions": seq.preemptions,
                 "drafted": seq.drafted,
                 "verified": sum(seq.verified_at),
                 "accepted": sum(seq.accepted_at),
+                "drafts_cut": seq.guide.cut if seq.guide is not None else 0,
                 "verified_at": list(seq.verified_at),
                 "accepted_at": list(seq.accepted_at),
                 "tokens_per_step": len(self.ids) / max(seq.steps, 1),

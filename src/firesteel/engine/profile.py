@@ -80,8 +80,10 @@ class Profiler:
         while (slot := memory.take_slot(context + self.gamma + 2)) is not None:
             self.slots.append(slot)
         memory.push()
+        at = self.runner.slots.ints(self.slots)
         for ring in memory.all_rings():
-            ring[self.slots] = torch.randn(ring[self.slots].shape, generator=self._gen).to(ring.device)
+            noise = torch.randn(len(self.slots), *ring.shape[1:], generator=self._gen)
+            ring[at] = noise.to(ring.device, ring.dtype)
 
     def _leave(self) -> None:
         for slot in self.slots:
@@ -92,12 +94,13 @@ class Profiler:
     def _reset(self, context: int) -> None:
         state = self.runner.slots.state
         vocab = self.runner.target.config.vocab_size
-        at = torch.tensor(self.slots)
+        at, device = self.runner.slots.ints(self.slots), state.cursor.device
         state.cursor[at], state.alive[at] = context, 1
         state.max_len[at], state.draft_len[at], state.draft_cap[at] = self.max_len, self.gamma, self.gamma
         state.temperature[at], state.survival[at] = 1.0, 1.0
-        state.anchor[at] = torch.randint(0, vocab, (len(at),), generator=self._gen)
-        state.drafts[at] = torch.randint(0, vocab, tuple(state.drafts[at].shape), generator=self._gen)
+        shape = (len(self.slots), state.drafts.shape[1])
+        state.anchor[at] = torch.randint(0, vocab, shape[:1], generator=self._gen).to(device)
+        state.drafts[at] = torch.randint(0, vocab, shape, generator=self._gen).to(device)
         state.stop_ids[at] = -1
 
     def _time(self, plan: StepPlan, context: int) -> float:

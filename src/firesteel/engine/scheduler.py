@@ -165,6 +165,9 @@ class Scheduler:
             drafting=tuple(Decode(s.request_id, s.slot) for s in drafting),
             draft_width=draft.width if drafting else 0,
             draft_reason=draft.reason,
+            draft_weights=tuple(draft.weights.get(s.request_id, 1.0) for s in drafting)
+            if draft.weights
+            else (),
             draft_depth=self.gamma if board.budget.drafts else 0,
             report_drafts=self.policy.learns,
             calibration=None if calibration is None else calibration.plain(),
@@ -172,6 +175,7 @@ class Scheduler:
             predicted_ms=self.policy.predict(rows, load.context, draft),
             forget=forget,
             shaped=any(s.shaped for s in sampling),
+            guided=tuple(s.request_id for s in sampling if s.guide is not None),
             logprobs=max((r for r in reports if r is not None), default=-1),
         )
 
@@ -197,8 +201,18 @@ class Scheduler:
 
     @staticmethod
     def _candidate(seq: Sequence) -> Candidate:
+        """It as the policy sees it; drafts that its length limit rules out do not exist."""
         kind = int(seq.params.temperature > 0)
-        return Candidate(seq.request_id, min(seq.ready, seq.draft_cap), seq.draft_cap, kind)
+        room = max(seq.max_len - seq.known - seq.in_flight - 1, 0)  # every step in flight gives a token
+        weight = 2.0 ** -min(max(seq.params.priority, -6), 6)
+        return Candidate(
+            seq.request_id,
+            min(seq.ready, seq.draft_cap, room),
+            min(seq.draft_cap, max(room - 1, 0)),
+            kind,
+            weight,
+            seq.params.min_tokens_per_second,
+        )
 
     @staticmethod
     def _load(group: list[Sequence], rows: int, room: int) -> Load:
@@ -439,7 +453,7 @@ class Scheduler:
             seq.in_flight -= 1
             if seq.finish is None:
                 seq.steps += bool(group.tokens)
-                seq.count(group.verified, group.accepted)
+                seq.count(plan.step, len(group.tokens), group.verified, group.accepted)
                 before = seq.known
                 seq.output.extend(group.tokens)
                 seq.scores.extend(group.scores)
@@ -457,16 +471,14 @@ class Scheduler:
                 Proposed(d.request_id, kinds[d.request_id], d.head, d.margin, d.survival)
                 for d in result.drafts
             ],
-            [Verified(g.request_id, g.verified, g.accepted, g.finished != 0) for g in result.groups],
+            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in result.groups],
             Timing(plan.rows, plan.predicted_ms, result.ms),
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish = reason
         if reason is FinishReason.ERROR:
-            seq.error = (
-                "no token could be sampled: the model's logits were not finite, or every token was excluded"
-            )
+            seq.error = seq.failure
             for key in (*seq.keys, *seq.chain):  # what it stored or reused may be broken: nobody may hit it
                 if self.cache is not None:
                     self.cache.forget(key)

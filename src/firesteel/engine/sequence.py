@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from firesteel.config import SamplingParams
-from firesteel.core import Admission, FinishReason, Shaping
+from firesteel.core import Admission, FinishReason, Origin, Shaping
+from firesteel.engine.guide import Guide
 from firesteel.engine.runner import TokenScore
 
 MAX_TOP_K = 2**31 - 1  # what the device's tables hold; more than any vocabulary
@@ -28,11 +30,13 @@ class Sequence:
     stop_ids: tuple[int, ...]
     sample: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None  # rules of its tokens: a grammar, a thinking budget
     slot: int = -1
     base: tuple[int, ...] = ()
     planned: int = 0  # positions of base that are planned or reused
     output: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)  # of ``output``; tokens of a kind share one
     prompt_scores: dict[int, TokenScore] = field(default_factory=dict)
     in_flight: int = 0  # steps not yet committed that sample for this request
     steps: int = 0  # steps that sampled for it
@@ -43,6 +47,8 @@ class Sequence:
     accepted_at: list[int] = field(default_factory=list)
     reused: int = 0  # prompt tokens taken from the prefix cache
     preemptions: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None  # when it first took a slot
     saved_pages: int = 0  # > 0: its device state waits in a copy
     restart: bool = False  # its state was given up: base is run again once all tokens are known
     boundaries: list[int] = field(default_factory=list)  # snapshots wanted while the prompt runs
@@ -82,9 +88,12 @@ class Sequence:
         """Upper bound of tokens after the steps in flight: each may accept all its drafts."""
         return min(self.known + self.in_flight * (1 + self.draft_cap), self.max_len)
 
-    def count(self, verified: int, accepted: int) -> None:
-        """Account one verify step; accepted <= verified at every depth."""
+    def count(self, step: int, tokens: int, verified: int, accepted: int) -> None:
+        """Account one verify step and where its tokens come from; accepted <= verified at every depth."""
         assert accepted <= verified, "more drafts accepted than verified"
+        drafted = min(accepted, tokens)
+        self.origins.extend([Origin(step, True, verified)] * drafted)
+        self.origins.extend([Origin(step, False, verified)] * (tokens - drafted))
         for at, n in ((self.verified_at, verified), (self.accepted_at, accepted)):
             at.extend([0] * (n - len(at)))
             for depth in range(n):
@@ -94,6 +103,13 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether the steps in flight reach the length limit already."""
         return self.known + self.in_flight >= self.max_len
+
+    @property
+    def failure(self) -> str:
+        """Why no token could be sampled."""
+        if self.guide is not None and self.guide.error:
+            return f"structured_outputs: {self.guide.error}"
+        return "no token could be sampled: the model's logits were not finite, or every token was excluded"
 
     @cached_property
     def shaped(self) -> bool:
@@ -119,6 +135,8 @@ class Sequence:
 
     def admission(self, snapshot: tuple[int, ...]) -> Admission:
         """The order that puts it into its slot, behind the reused prefix."""
+        if self.admitted is None:
+            self.admitted = time.perf_counter()
         return Admission(
             request_id=self.request_id,
             slot=self.slot,

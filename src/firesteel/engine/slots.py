@@ -10,6 +10,7 @@ from torch import Tensor
 
 from firesteel.config import MAX_STOP_IDS
 from firesteel.core import Admission
+from firesteel.engine.sync import upload
 from firesteel.ops.types import SlotState
 
 
@@ -72,11 +73,11 @@ class Slots:
 
     def ints(self, values: list[int] | tuple[int, ...]) -> Tensor:
         """int64 on the device, copied without waiting."""
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        return upload(torch.tensor(values, dtype=torch.int64), self.device)
 
     def floats(self, values: Any) -> Tensor:
         """float32 on the device, copied without waiting."""
-        return torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
+        return upload(torch.tensor(values, dtype=torch.float32), self.device)
 
     def admit(self, a: Admission) -> None:
         """Write a slot's line."""
@@ -105,7 +106,7 @@ class Slots:
         if shaping.bias:
             n = len(shaping.bias)
             s.bias_ids[slot, :n] = self.ints([i for i, _ in shaping.bias])
-            s.bias_values[slot, :n] = torch.tensor([v for _, v in shaping.bias]).to(self.device)
+            s.bias_values[slot, :n] = self.floats([v for _, v in shaping.bias])
         self._widen_words(len(shaping.bad_words), max((len(w) for w in shaping.bad_words), default=1))
         s.bad_words[slot] = -1
         for i, word in enumerate(shaping.bad_words):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
@@ -45,6 +46,43 @@ class _Refuse(TorchDispatchMode):
                 f"{name} waits for the device inside a step; name it in engine/sync.py or avoid it"
             )
         return func(*args, **(kwargs or {}))
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device: staged in pinned memory, so that nobody waits for the stream."""
+    if device.type == "cpu":
+        return values
+    if not values.numel():
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """A copy on the host, complete when the stream gets there; pinned if it comes from a device."""
+    if values.device.type == "cpu":
+        return values.clone()
+    return values.to("cpu", non_blocking=True)
+
+
+class Clock:
+    """Two events around the device work of a step; starts when it is made."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begun.record()
+
+    def stop(self) -> None:
+        """Mark the end of the work queued so far."""
+        self._ended.record()
+
+    def wait(self) -> None:
+        """Wait until that work is done, but not for what was queued behind it."""
+        self._ended.synchronize()
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds between the marks, on the device."""
+        return float(self._begun.elapsed_time(self._ended))
 
 
 class SyncGuard:

@@ -8,12 +8,13 @@ reference and checks that rows are invariant.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from firesteel.ops.interface import Ops
 from firesteel.ops.types import Numerics
 
-BACKENDS = ("native", "reference")  # in order of preference
+BACKENDS = ("triton", "native", "reference")  # in order of preference; "triton" on a GPU only
 
 
 class BackendError(RuntimeError):
@@ -34,6 +35,13 @@ def build(name: str, numerics: Numerics) -> Ops:
         from firesteel.ops.reference.tail import ReferenceOps
 
         return ReferenceOps(numerics)
+    if name == "triton":
+        from firesteel.ops import triton
+
+        reason = triton.why_not()
+        if reason:
+            raise BackendError(f"ops backend 'triton' cannot run here: {reason}; set backend='native'")
+        return triton.TritonOps(numerics)
     if name == "native":
         from firesteel.ops.native import NativeOps, why_not
 
@@ -44,12 +52,20 @@ def build(name: str, numerics: Numerics) -> Ops:
     raise BackendError(f"unknown ops backend {name!r}; known: auto, {', '.join(BACKENDS)}")
 
 
+def interpreted() -> bool:
+    """Whether Triton kernels would run on the CPU, slowly and for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
 def select(name: str, numerics: Numerics) -> Choice:
     """Choose a backend: a named one or, for 'auto', the first that can run."""
     if name != "auto":
         return Choice(build(name, numerics), {})
     reasons: dict[str, str] = {}
     for candidate in BACKENDS:
+        if candidate == "triton" and interpreted():
+            reasons[candidate] = "kernels are interpreted (TRITON_INTERPRET); only backend='triton' asks for that"
+            continue
         try:
             return Choice(build(candidate, numerics), reasons)
         except BackendError as err:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from firesteel.checkpoint.codecs import QTensor
@@ -40,6 +41,7 @@ class Ops(ABC):
 
     name: str
     numerics: Numerics
+    cache: torch.dtype = torch.float32  # of K=V rings and entries, as the backend wants them
 
     # ---- weights ----------------------------------------------------------
     @abstractmethod
@@ -253,6 +255,13 @@ class Ops(ABC):
 
         Banned and truncated tokens become -inf. A row whose slot asks for
         nothing keeps its bits.
+        """
+
+    @abstractmethod
+    def restrict(self, logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+        """-inf for every token of ``rows`` int64 [n] whose bit is clear; other rows keep their bits.
+
+        words int32 [n, ceil(V / 32)]: bit i % 32 of word i // 32 stands for token i.
         """
 
     @abstractmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from firesteel.serve.chat import ChatPrompt
@@ -35,12 +36,12 @@ class TokenSplitter:
             if self._text is not None:
                 self._ends += len(self._text.push([token]))
             text = self._cut(self._ends)
-            out.append(Piece(piece.index, text, [token], piece.scores[at : at + 1]))
+            one = slice(at, at + 1)
+            out.append(Piece(piece.index, text, [token], piece.scores[one], origins=piece.origins[one]))
         if not out:
             out.append(Piece(piece.index, self._cut(self._ends), [], []))
         if piece.end is not None:
-            last = out[-1]
-            out[-1] = Piece(last.index, last.text + self._cut(None), last.token_ids, last.scores, piece.end)
+            out[-1] = replace(out[-1], text=out[-1].text + self._cut(None), end=piece.end)
         return out
 
     def _cut(self, end: int | None) -> str:
@@ -60,6 +61,8 @@ class Choice:
         self._splitter: TokenSplitter | None = None
         if asked.one_token_per_chunk:
             self._splitter = TokenSplitter(tokenizer, self._lead())
+        self._told: list[dict[str, Any]] = []  # of each token, if that was asked for
+        self._text = tokenizer.detokenizer() if tokenizer is not None and asked.tells_tokens else None
 
     def _lead(self) -> int:
         return 0
@@ -74,8 +77,25 @@ class Choice:
 
     def _note(self, piece: Piece) -> None:
         self.ids.extend(piece.token_ids)
+        if self.asked.tells_tokens:
+            self._told.extend(map(self._tell, piece.token_ids, piece.origins))
         if piece.end is not None:
             self.end = piece.end
+
+    def _tell(self, token: int, origin: list[int]) -> dict[str, Any]:
+        """``text``: what the token added; empty where it leaves a character unfinished."""
+        step, drafted, verified = origin
+        text = self._text.push([token]) if self._text is not None else None
+        return {"id": token, "text": text, "step": step, "drafted": bool(drafted), "verified": verified}
+
+    def _chunk_extras(self, piece: Piece) -> dict[str, Any]:
+        """What a chunk says of its tokens."""
+        out: dict[str, Any] = {}
+        if self.asked.return_token_ids:
+            out["token_ids"] = piece.token_ids
+        if self.asked.tells_tokens:
+            out["firesteel"] = {"tokens": self._told[len(self._told) - len(piece.token_ids) :]}
+        return out
 
     @property
     def finish_reason(self) -> str | None:
@@ -96,6 +116,8 @@ class Choice:
         out = self._extras()
         if self.asked.return_token_ids:
             out["token_ids"], out["prompt_token_ids"] = self.ids, list(self.prompt)
+        if self.asked.tells_tokens:
+            out["firesteel"] = {"tokens": self._told}
         if self.asked.prompt_logprobs is not None and self.end.prompt_scores is not None:
             out["prompt_logprobs"] = prompt_entries(self.tokenizer, self.prompt, self.end.prompt_scores)
         return out
@@ -128,8 +150,7 @@ class CompletionChoice(Choice):
         if self.asked.logprobs is not None and self.asked.stream:
             out["logprobs"] = self._table.take(piece.token_ids, piece.scores)
         out["finish_reason"] = self.finish_reason
-        if self.asked.return_token_ids:
-            out["token_ids"] = piece.token_ids
+        out |= self._chunk_extras(piece)
         return [{**out, **(self._extras() if piece.end is not None else {})}]
 
     def final(self) -> dict[str, Any]:
@@ -188,7 +209,7 @@ class ChatChoice(Choice):
             parts = [{"role": "assistant", "content": ""}, *parts]
             self._opened = True
         asked = self.asked
-        carries = asked.logprobs or asked.return_token_ids or asked.one_token_per_chunk
+        carries = asked.logprobs or asked.return_token_ids or asked.one_token_per_chunk or asked.tells_tokens
         if piece.end is not None or (carries and piece.token_ids and not parts):
             parts.append({})
         out: list[dict[str, Any]] = [
@@ -197,8 +218,7 @@ class ChatChoice(Choice):
         if out and piece.token_ids:
             if self.asked.logprobs:
                 out[0]["logprobs"] = {"content": chat_entries(self.tokenizer, piece.token_ids, piece.scores)}
-            if self.asked.return_token_ids:
-                out[0]["token_ids"] = piece.token_ids
+            out[0] |= self._chunk_extras(piece)
         if piece.end is not None:
             out[-1].update(finish_reason=self.finish_reason, **self._extras())
         return out

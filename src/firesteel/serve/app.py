@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,9 @@ from starlette.routing import Route
 from firesteel import __version__
 from firesteel.config import SamplingParams
 from firesteel.models.deepseek_v4 import chat_strings
+from firesteel.serve import pages
 from firesteel.serve.answers import ChatChoice, Choice, CompletionChoice, usage_of
+from firesteel.serve.board import Board
 from firesteel.serve.chat import chat_prompt
 from firesteel.serve.client import EngineClient, EngineState
 from firesteel.serve.errors import ApiError, bad, unavailable
@@ -35,6 +37,7 @@ from firesteel.serve.http import (
     read_json,
     unless_gone,
 )
+from firesteel.serve.limits import MAX_SAMPLES, check_ids, check_text
 from firesteel.serve.messages import ModelInfo, Piece
 from firesteel.serve.metrics import Metrics, RequestTimer
 from firesteel.serve.openapi import describe
@@ -46,12 +49,13 @@ from firesteel.serve.protocol import (
     TokenizeRequest,
     read,
 )
+from firesteel.serve.structured import chat_wish, wish_of
+from firesteel.serve.tracing import NoTracer, Trace, Tracer
 from firesteel.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("firesteel.serve")
 
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as OpenAI's
-MAX_SAMPLES = 4096  # prompts times n of one request
 LONG_TEXT = 20_000  # characters from which a text is tokenised beside the event loop
 DONE = b"data: [DONE]\n\n"
 
@@ -64,6 +68,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     max_request_bytes: int = 32 * 2**20
     cors_origins: tuple[str, ...] = ()
+    tracer: Tracer = field(default_factory=NoTracer)
 
 
 @dataclass
@@ -96,15 +101,20 @@ class Server:
 
     def __init__(self, client: EngineClient, options: ServeOptions) -> None:
         self.client, self.options = client, options
-        self.metrics = Metrics(options.names[0])
+        self.metrics, self.board = Metrics(options.names[0]), Board()
         self.tokenizer: Tokenizer | None = None
         self.draining = False
         self._end_think: int | None = None
-        client.on_stats = self.metrics.stats
+        client.on_stats = self._engine_stats
         client.on_ready = self._engine_ready
+
+    def _engine_stats(self, message: Mapping[str, Any]) -> None:
+        self.metrics.stats(message)
+        self.board.stats(message)
 
     def _engine_ready(self, info: ModelInfo) -> None:
         self.metrics.ready(info)
+        self.board.ready(info)
         if info.has_tokenizer and self.tokenizer is None:
             self.tokenizer = Tokenizer.load(info.path)
             if self.tokenizer.has(chat_strings.END_THINK):
@@ -176,8 +186,11 @@ class Server:
             raise bad(field, "the model has no tokenizer.json; send token ids to /v1/completions")
         return self.tokenizer
 
-    async def _encode(self, field: str, text: str) -> list[int]:
+    async def _encode(self, field: str, text: str, fits: ModelInfo | None = None) -> list[int]:
+        """Token ids; with ``fits``, a text that can't be a prompt of that model is refused at once."""
         tokenizer = self._require_tokenizer(field)
+        if fits is not None:
+            check_text(field, text, tokenizer, fits)
         try:
             if len(text) < LONG_TEXT:
                 return tokenizer.encode(text)
@@ -186,11 +199,9 @@ class Server:
             raise bad(field, str(err)) from err
 
     async def _prompt_ids(self, prompt: str | list[int], special: bool, info: ModelInfo) -> list[int]:
-        """Token ids; a text gets the model's first token unless it has it already."""
         if not isinstance(prompt, str):
             return prompt
-        ids = await self._encode("prompt", prompt)
-        return [info.bos_token_id, *ids] if special and ids[:1] != [info.bos_token_id] else ids
+        return _with_bos(await self._encode("prompt", prompt, info), special, info)
 
     async def tokenize(self, request: Request) -> Response:
         """Text or a chat to token ids."""
@@ -206,7 +217,8 @@ class Server:
             chat.check()
             ids = await self._encode("messages", chat_prompt(chat).text)
         else:
-            ids = await self._prompt_ids(asked.prompt or "", asked.add_special_tokens is not False, info)
+            ids = await self._encode("prompt", asked.prompt or "")
+            ids = _with_bos(ids, asked.add_special_tokens is not False, info)
         body: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             tokenizer = self._require_tokenizer("prompt")
@@ -215,8 +227,10 @@ class Server:
 
     async def detokenize(self, request: Request) -> Response:
         """Token ids to text, protocol tokens included."""
-        asked = read(DetokenizeRequest, await read_json(request, self.options.max_request_bytes))
+        raw = await read_json(request, self.options.max_request_bytes)
         info = self.client.require_ready()
+        check_ids("tokens", raw.get("tokens"), info)
+        asked = read(DetokenizeRequest, raw)
         self._check_model(asked.model)
         wrong = next((i for i in asked.tokens if not 0 <= i < info.vocab_size), None)
         if wrong is not None:
@@ -239,7 +253,10 @@ class Server:
     # ---- text --------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        asked = read(CompletionRequest, await read_json(request, self.options.max_request_bytes))
+        raw = await read_json(request, self.options.max_request_bytes)
+        if self.client.info is not None:
+            check_ids("prompt", raw.get("prompt"), self.client.info)
+        asked = read(CompletionRequest, raw)
         info = self._admit(asked)
         asked.check()
         special = asked.add_special_tokens is not False
@@ -247,7 +264,12 @@ class Server:
         scores = asked.prompt_logprobs
         if asked.echo and asked.logprobs is not None:
             scores = max(asked.logprobs, scores or 0)
-        more = {"logprobs": asked.logprobs, "echo": bool(asked.echo), "prompt_logprobs": scores}
+        more: dict[str, Any] = {
+            "logprobs": asked.logprobs,
+            "echo": bool(asked.echo),
+            "prompt_logprobs": scores,
+        }
+        more["structured_outputs"] = wish_of(asked)
         params = [asked.sampling(_room(info, p), COMPLETION_TOKENS, **more) for p in prompts]
         choices: list[Choice] = [
             CompletionChoice(i * params[0].n + s, prompt, asked, self.tokenizer)
@@ -263,8 +285,10 @@ class Server:
         info = self._admit(asked)
         asked.check()
         chat = chat_prompt(asked)
-        ids = await self._encode("messages", chat.text)
-        params = asked.sampling(_room(info, ids), None, logprobs=asked.score_count)
+        ids = await self._encode("messages", chat.text, info)
+        more: dict[str, Any] = {"structured_outputs": chat_wish(asked, self._require_tokenizer("messages"))}
+        more |= {"thinking": chat.thinking, "thinking_token_budget": asked.thinking_budget()}
+        params = asked.sampling(_room(info, ids), None, logprobs=asked.score_count, **more)
         choices: list[Choice] = [ChatChoice(s, ids, asked, self.tokenizer, chat) for s in range(params.n)]
         name = f"chatcmpl-{secrets.token_hex(12)}"
         job = Job(asked, [ids], [params], choices, "chat.completion", name, chat.thinking)
@@ -278,19 +302,42 @@ class Server:
         return info
 
     async def _answer(self, request: Request, job: Job) -> Response:
-        timer = RequestTimer(self.metrics, len(job.choices))
+        trace = self._trace(request, job)
+        try:
+            return await self._answer_traced(
+                request, job, RequestTimer(self.metrics, len(job.choices), trace)
+            )
+        except BaseException as err:
+            trace.fail(err)
+            trace.end()
+            raise
+
+    def _trace(self, request: Request, job: Job) -> Trace:
+        params, operation = job.params[0], job.kind.partition(".")[0]
+        facts = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": job.asked.model or self.options.names[0],
+            "gen_ai.response.id": job.id,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.choice.count": params.n,
+            "gen_ai.request.seed": params.seed,
+        }
+        return self.options.tracer.begin(f"{operation} {self.options.names[0]}", request.headers, facts)
+
+    async def _answer_traced(self, request: Request, job: Job, timer: RequestTimer) -> Response:
         if len(job.choices) > MAX_SAMPLES:
             raise bad("prompt", f"{len(job.choices)} samples; at most {MAX_SAMPLES} per request")
         if not job.asked.stream:
             return Json(await unless_gone(request, self._whole(job, timer)))
         stack = contextlib.AsyncExitStack()
-        opened = stack.enter_async_context(self.client.open(job.prompts, job.params))
+        opened = stack.enter_async_context(self.client.open(job.prompts, job.params, job.asked.tells_tokens))
         pieces = await unless_gone(request, opened)
         stack.callback(timer.close)
         return EventStream(self._events(job, pieces, timer), stack.aclose)
 
     async def _whole(self, job: Job, timer: RequestTimer) -> dict[str, Any]:
-        async with self.client.open(job.prompts, job.params) as pieces:
+        async with self.client.open(job.prompts, job.params, job.asked.tells_tokens) as pieces:
             with contextlib.closing(timer):
                 async for at, piece in pieces:
                     timer.note(at, piece)
@@ -315,6 +362,7 @@ class Server:
             if job.asked.usage_wanted:
                 yield _event({**head, "choices": [], "usage": self._usage(job)})
         except ApiError as err:
+            timer.trace.fail(err)
             yield _event(err.body())
         yield DONE
 
@@ -328,6 +376,11 @@ class Server:
 
 def _event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
+
+
+def _with_bos(ids: list[int], special: bool, info: ModelInfo) -> list[int]:
+    """A text gets the model's first token unless it has it already."""
+    return [info.bos_token_id, *ids] if special and ids[:1] != [info.bos_token_id] else ids
 
 
 def _room(info: ModelInfo, prompt: Sequence[int]) -> int:
@@ -352,11 +405,12 @@ def create_app(
             yield
         finally:
             await client.stop()
+            await asyncio.to_thread(options.tracer.close)
 
     get: dict[str, Callable[[Request], Any]] = {
         "/health": server.health, "/ping": server.health, "/ready": server.ready, "/version": server.version,
         "/metrics": server.show_metrics, "/openapi.json": server.openapi, "/tokenizer_info": server.tokenizer_info,
-        "/v1/models": server.models, "/v1/models/{name:path}": server.model,
+        "/v1/models": server.models, "/v1/models/{name:path}": server.model, **pages.handlers(server),
     }  # fmt: skip
     post: dict[str, Callable[[Request], Any]] = {
         "/v1/completions": server.completions, "/v1/chat/completions": server.chat,
@@ -373,7 +427,7 @@ def create_app(
     async def failed(_: Request, err: Exception) -> Response:
         return error_response(as_api_error(err))  # type: ignore[arg-type]
 
-    middleware = [Middleware(Gate, keys=options.api_keys, count=count)]
+    middleware = [Middleware(Gate, keys=options.api_keys, count=count, free=pages.FILES)]
     if options.cors_origins:
         middleware.insert(
             0,

@@ -8,8 +8,9 @@ from typing import Any
 
 from firesteel.models.deepseek_v4.chat import ChatError, ChatMode, encode_messages, resolve_mode
 from firesteel.serve.errors import ApiError, bad
-from firesteel.serve.parsing import Parser
+from firesteel.serve.parsing import Parser, Verbatim
 from firesteel.serve.protocol import ChatRequest
+from firesteel.serve.structured import shown_schema, verbatim
 
 _SWITCHES = ("thinking", "enable_thinking", "reasoning_effort", "drop_thinking")
 
@@ -22,9 +23,12 @@ class ChatPrompt:
     thinking: bool  # the answer starts inside the reasoning
     properties: Mapping[str, frozenset[str]]  # parameter names by function
     max_calls: int | None
+    verbatim: bool = False  # a grammar says what stands behind the reasoning: no markup to take apart
 
-    def parser(self) -> Parser:
+    def parser(self) -> Parser | Verbatim:
         """A fresh parser for one sample."""
+        if self.verbatim:
+            return Verbatim(self.thinking)
         return Parser(self.thinking, self.properties, self.max_calls)
 
 
@@ -34,14 +38,17 @@ def chat_prompt(asked: ChatRequest) -> ChatPrompt:
     tools = asked.tools if asked.tool_choice != "none" else None
     messages = _last_message(asked)
     try:
-        text = encode_messages(messages, mode.thinking, mode.effort, tools, drop_thinking=drop)
+        text = encode_messages(
+            messages, mode.thinking, mode.effort, tools, shown_schema(asked), drop_thinking=drop
+        )
     except ChatError as err:
         param = "messages" if err.index is not None else err.field.partition("[")[0]
         raise ApiError(400, str(err), param=param or None) from err
     last = messages[-1]
     thinking = mode.thinking and last.get("role") != "assistant" and not last.get("task")
     limit = 1 if asked.parallel_tool_calls is False else None
-    return ChatPrompt(text, thinking, _properties(asked), 0 if asked.tool_choice == "none" else limit)
+    calls = 0 if asked.tool_choice == "none" else limit
+    return ChatPrompt(text, thinking, _properties(asked), calls, verbatim(asked))
 
 
 def _mode(asked: ChatRequest) -> tuple[ChatMode, bool]:

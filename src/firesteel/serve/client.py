@@ -100,9 +100,11 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], origins: bool = False
     ) -> AsyncIterator[AsyncIterator[tuple[int, Piece]]]:
         """Queue prompts together; gives (prompt's number, piece) until every sample has ended.
+
+        origins: pieces tell of each token whether it was drafted, and in which step.
 
         Raises ApiError if any is refused: then none runs. Leaving the context
         ends what still runs. The iterator raises ApiError if the engine dies.
@@ -116,7 +118,8 @@ class EngineClient:
             call_id = next(self._ids)
             self._calls[call_id] = call
             mine.append((call_id, call))
-            self._send({"op": "add", "id": call_id, "prompt": list(prompt), "params": plain_params(p)})
+            message = {"id": call_id, "prompt": list(prompt), "params": plain_params(p), "origins": origins}
+            self._send({"op": "add", **message})
         try:
             results = await asyncio.gather(*(c.accepted for _, c in mine), return_exceptions=True)
             for result in results:

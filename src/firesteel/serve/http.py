@@ -7,7 +7,7 @@ import hmac
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -127,12 +127,14 @@ class EventStream(Response):
 class Gate:
     """Outermost layer: keys, counting, and errors that nobody has caught.
 
-    keys: accepted API keys; none means open. The paths of probes stay open.
+    keys: accepted API keys; none means open. The paths of probes stay open, and ``free`` ones.
     count: called with (path, status) of every response.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], count: Callable[[str, int], None]) -> None:
-        self._app, self._count = app, count
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], count: Callable[[str, int], None], free: Iterable[str] = ()
+    ) -> None:
+        self._app, self._count, self._open = app, count, OPEN_PATHS.union(free)
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,7 +170,7 @@ class Gate:
             self._count(scope["path"], status)
 
     def _locked(self, scope: Scope) -> bool:
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in self._open or scope["method"] == "OPTIONS":
             return False
         sent = dict(scope["headers"]).get(b"authorization", b"")
         kind, _, key = sent.partition(b" ")

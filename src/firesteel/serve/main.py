@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 import ssl
 import sys
@@ -12,13 +13,20 @@ from types import FrameType
 import uvicorn
 from prometheus_client import disable_created_metrics
 
+from firesteel import __version__
 from firesteel.serve.app import ServeOptions, Server, create_app
 from firesteel.serve.client import EngineClient, EngineState
 from firesteel.serve.messages import ModelInfo
 from firesteel.serve.options import Launch
 from firesteel.serve.supervisor import EngineProcess
+from firesteel.serve.tracing import open_tracer
 
 log = logging.getLogger("firesteel.serve")
+
+# seconds an idle connection stays open: longer than clients keep theirs, so that they close first
+# and never send into a connection that is just being closed
+KEEP_ALIVE = 75
+OPEN_FILES = 65536  # a connection is one; the usual soft limit of 1024 is less than a load test opens
 
 
 class DrainingServer(uvicorn.Server):
@@ -68,8 +76,15 @@ def run_serve(launch: Launch) -> int:
     for note in launch.notes:
         log.info("%s", note)
     disable_created_metrics()
-    client = EngineProcess(launch.model, launch.settings)
-    options = ServeOptions(launch.names, launch.api_keys, launch.max_request_bytes, launch.cors_origins)
+    _allow_connections()
+    client = EngineProcess(launch.model, launch.settings, launch.watchdog_seconds)
+    options = ServeOptions(
+        launch.names,
+        launch.api_keys,
+        launch.max_request_bytes,
+        launch.cors_origins,
+        open_tracer(launch.otlp_endpoint, __version__),
+    )
     servers: list[Server] = []
     app = create_app(client, options, servers.append)
     _log_engine(client, servers[0])
@@ -80,6 +95,7 @@ def run_serve(launch: Launch) -> int:
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=KEEP_ALIVE,
         ssl_certfile=launch.tls.get("ssl_certfile"),
         ssl_keyfile=launch.tls.get("ssl_keyfile"),
         ssl_ca_certs=launch.tls.get("ssl_ca_certs"),
@@ -91,6 +107,14 @@ def run_serve(launch: Launch) -> int:
         print(f"firesteel: {client.failure}", file=sys.stderr)
         return 2
     return 0 if server.started else 1
+
+
+def _allow_connections() -> None:
+    """Raise the soft limit of open files as far as the hard one lets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _log_engine(client: EngineClient, server: Server) -> None:

@@ -1,6 +1,6 @@
 """What the API process and the engine's process say to each other: JSON objects in frames.
 
-To the engine: ``add`` (id, prompt, params), ``cancel`` (id), ``stop``.
+To the engine: ``add`` (id, prompt, params, origins: whether each token tells its own), ``cancel`` (id), ``stop``.
 From it, in the order of a life: ``progress`` (part), ``ready`` (info), then per
 request ``accepted`` or ``refused`` (kind, error), ``pieces`` (one list per step),
 ``stats`` (counters and the steps since the last ones), and ``fatal`` (error) if
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from firesteel.config import SamplingParams
@@ -57,6 +57,7 @@ class ModelInfo:
     slots: int
     pages: int
     page_size: int
+    adaptive: bool = False  # the budget is chosen step by step
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -73,7 +74,9 @@ class Piece:
     """What one step added to sample ``index`` of a request.
 
     ``text`` may lag behind ``token_ids``: a stop string or a character may be
-    unfinished. ``scores`` belong to ``token_ids``. ``end`` comes with the last piece.
+    unfinished. ``scores`` belong to ``token_ids``, and so do ``origins`` (step,
+    1 if drafted, drafts verified), which come if they were asked for.
+    ``end`` comes with the last piece.
     """
 
     index: int
@@ -81,12 +84,13 @@ class Piece:
     token_ids: list[int]
     scores: list[Score]
     end: End | None = None
+    origins: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def of(cls, plain: list[Any]) -> Piece:
-        """From ``[index, text, ids, scores, end]``."""
-        index, text, ids, scores, end = plain
-        return cls(index, text, ids, scores, End(**end) if end is not None else None)
+        """From ``[index, text, ids, scores, end, origins]``."""
+        index, text, ids, scores, end, origins = plain
+        return cls(index, text, ids, scores, End(**end) if end is not None else None, origins)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from firesteel.serve.messages import ModelInfo, Piece
+from firesteel.serve.tracing import Trace
 
 log = logging.getLogger("firesteel.serve")
 
@@ -23,7 +25,18 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 500000, 1000000)
 ALARM_AFTER = 200  # verified drafts from which an acceptance of exactly 0 or 1 is suspicious
 SAME_TOKEN = 64  # repetitions of one token id that count as degenerate output
+ALARM_SHOWN = 300.0  # seconds for which the page tells of a degenerate output
+DEPARTS = 1.3  # measured over predicted time, either way
 OFF = "no speculative config"
+UNDRAFTED = ("no drafts to verify", "speculation off")  # the reason is why the step before did not draft
+
+
+def why_inactive(step: Mapping[str, Any], drafted_before: str, gamma: int) -> str:
+    """Why a step verified no drafts: what the budget says or, if there were none, why there were none."""
+    if not gamma:
+        return OFF
+    reason = str(step["reason"])
+    return drafted_before or "first step" if reason in UNDRAFTED else reason
 
 
 class Metrics:
@@ -33,8 +46,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._totals: dict[str, float] = {}
+        self._alarms: dict[str, str] = {}
+        self._repeated: deque[tuple[float, str]] = deque(maxlen=3)
         self._window = [0, 0]  # verified, accepted since the alarm looked last
         self._gamma = 0
+        self._draft_reason = ""  # why the step before drafted as it did
         self._engine_metrics()
         self._request_metrics()
         self._speculation_metrics()
@@ -89,6 +105,10 @@ class Metrics:
 
     def _speculation_metrics(self) -> None:
         self.drafts = self._counter("spec_decode_num_drafts", "Verify groups with at least one draft")
+        self.proposed = self._counter("spec_decode_num_proposed_tokens", "Drafts proposed")
+        self.proposed_at = self._counter(
+            "spec_decode_num_proposed_tokens_per_pos", "Drafts proposed, by place in the block", "position"
+        )
         self.verified = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
         self.verified_at = self._counter(
@@ -104,6 +124,11 @@ class Metrics:
             "step_predicted_seconds", "Predicted time of steps that had a prediction"
         )
         self.measured = self._counter("step_measured_seconds", "Measured time of the same steps")
+        self.departures = self._counter(
+            "step_departures", f"Steps off their predicted time by more than {DEPARTS}x", "direction"
+        )
+        for direction in ("slower", "faster"):
+            self.departures.labels(direction)
         self.quality = {
             name: self._gauge(f"spec_decode_survival_{name}", text, "position")
             for name, text in (
@@ -128,6 +153,8 @@ class Metrics:
     def ready(self, info: ModelInfo) -> None:
         """A (new) engine: its counters start from nothing."""
         self._totals.clear()
+        self.running.set(0)
+        self.waiting.set(0)
         self._gamma = info.gamma
         self.model_info.clear()
         self.model_info.labels(self._model, str(info.max_model_len), str(info.gamma)).set(1)
@@ -173,14 +200,25 @@ class Metrics:
         if step["predicted_ms"] > 0:
             self.predicted.inc(step["predicted_ms"] / 1e3)
             self.measured.inc(step["measured_ms"] / 1e3)
+            self._departure(step["measured_ms"] / step["predicted_ms"])
         if step["decodes"]:
             self._speculation(step)
+        self._draft_reason = step["draft_reason"]
+        self.proposed.inc(step["drafting"] * step["draft_width"])
+        for at in range(step["draft_width"]):
+            self.proposed_at.labels(str(at)).inc(step["drafting"])
+
+    def _departure(self, ratio: float) -> None:
+        if ratio > DEPARTS:
+            self.departures.labels("slower").inc()
+        elif ratio < 1 / DEPARTS:
+            self.departures.labels("faster").inc()
 
     def _speculation(self, step: Mapping[str, Any]) -> None:
         verified, accepted = step["verified"], step["accepted"]
         self.active.set(1 if step["drafts"] else 0)
         if not step["drafts"]:
-            self.inactive.labels(step["reason"] if self._gamma else OFF).inc()
+            self.inactive.labels(why_inactive(step, self._draft_reason, self._gamma)).inc()
             return
         self.budget.inc(step["drafts"])
         self.verified.inc(verified)
@@ -196,10 +234,25 @@ class Metrics:
         verified, accepted = self._window
         self._window = [0, 0]
         for rate, alarm in (("0.000", accepted == 0), ("1.000", accepted == verified)):
-            gauge = self.acceptance_alarm.labels(rate)
+            self.acceptance_alarm.labels(rate).set(1 if alarm else 0)
+            self._alarms.pop(rate, None)
             if alarm:
-                log.warning("acceptance is exactly %s over %d verified drafts", rate, verified)
-            gauge.set(1 if alarm else 0)
+                self._alarms[rate] = f"acceptance is exactly {rate} over {verified} verified drafts"
+                log.warning("%s", self._alarms[rate])
+
+    def alarms(self) -> list[str]:
+        """What somebody should look at, in words."""
+        return [
+            *self._alarms.values(),
+            *(text for at, text in self._repeated if time.monotonic() - at < ALARM_SHOWN),
+        ]
+
+    def repeated(self, token: int) -> None:
+        """A sample repeated one token id too often."""
+        self.degenerate.inc()
+        text = f"degenerate output: token id {token} came {SAME_TOKEN} times in a row"
+        log.warning("%s", text)
+        self._repeated.append((time.monotonic(), text))
 
     def text(self, up: bool, restarts: int) -> bytes:
         """The exposition format; of a dead engine nothing runs."""
@@ -227,12 +280,14 @@ class RequestTimer:
 
     metrics: Metrics
     expected: int
+    trace: Trace = field(default_factory=Trace)
     arrived: float = field(default_factory=time.perf_counter)
     samples: dict[tuple[int, int], _Sample] = field(default_factory=dict)
 
     def note(self, prompt: int, piece: Piece) -> None:
         """A piece has come."""
         m, now = self.metrics, time.perf_counter()
+        self.trace.note(prompt, piece)
         sample = self.samples.setdefault((prompt, piece.index), _Sample())
         count = len(piece.token_ids)
         if count:
@@ -253,14 +308,14 @@ class RequestTimer:
         if self.expected > 0:
             self.metrics.finished.labels("abort").inc(self.expected)
         self.expected = 0
+        self.trace.end()
 
     def _repetition(self, sample: _Sample, ids: list[int]) -> None:
         for token in ids:
             sample.run = sample.run + 1 if token == sample.token else 1
             sample.token = token
             if sample.run == SAME_TOKEN:
-                self.metrics.degenerate.inc()
-                log.warning("degenerate output: token id %d came %d times in a row", token, SAME_TOKEN)
+                self.metrics.repeated(token)
 
     def _end(self, sample: _Sample, piece: Piece, now: float) -> None:
         m, end = self.metrics, piece.end

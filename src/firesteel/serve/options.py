@@ -28,7 +28,24 @@ NO_EFFECT = {
     "--enable-auto-tool-choice": "tool calls are always parsed",
     "--enable-expert-parallel": "there is one rank",
     "--dtype": "weights keep the formats of the checkpoint",
+    "--attention-backend": "attention uses the ops backend; see --backend",
+    "--all2all-backend": "there is one rank",
+    "--max-cudagraph-capture-size": "nothing is captured on this device",
+    "--cudagraph-capture-sizes": "nothing is captured on this device",
+    "--enable-chunked-prefill": "prompts always run in chunks that fit the step",
+    "--seed": "a request without a seed draws its own, which the answer tells",
+    "--disable-log-requests": "requests are never logged",
+    "--disable-uvicorn-access-log": "there is no access log; see /metrics",
 }
+_SWITCHES = (
+    "--trust-remote-code", "--enforce-eager", "--enable-auto-tool-choice", "--enable-expert-parallel",
+    "--disable-log-requests", "--disable-uvicorn-access-log",
+)  # fmt: skip
+_ALWAYS = ("--async-scheduling", "--enable-chunked-prefill")  # switching them off is an error
+_VALUES = (
+    "--gpu-memory-utilization", "--distributed-executor-backend", "--moe-backend", "--dtype", "--attention-backend",
+    "--all2all-backend", "--max-cudagraph-capture-size", "--seed",
+)  # fmt: skip
 _ALLOWED = {
     "--tokenizer-mode": ("auto", "deepseek_v4"),
     "--reasoning-parser": ("deepseek_v4",),
@@ -52,7 +69,9 @@ class Launch:
     max_request_bytes: int
     cors_origins: tuple[str, ...]
     drain_seconds: float
+    watchdog_seconds: float
     log_level: str
+    otlp_endpoint: str | None = None
     tls: dict[str, str] = field(default_factory=dict)  # keyword of the HTTP server -> file
     notes: tuple[str, ...] = ()
 
@@ -89,6 +108,12 @@ def _engine_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument("--numerics", choices=("official", "float32"), help="rounding of activations")
     g.add_argument("--backend", help="ops backend: auto, native or reference")
     g.add_argument("--threads", type=int, help="CPU threads per op")
+    for name, what in (
+        ("compile", "a grammar may take to compile"),
+        ("mask", "its masks may take in a step"),
+    ):
+        help_text = f"what {what}; beyond it that request fails"
+        g.add_argument(f"--structured-{name}-seconds", type=float, metavar="SECONDS", help=help_text)
 
 
 def _http_options(g: argparse._ArgumentGroup) -> None:
@@ -114,6 +139,18 @@ def _http_options(g: argparse._ArgumentGroup) -> None:
     g.add_argument(
         "--drain-seconds", type=float, default=30.0, help="time for running requests after SIGTERM"
     )
+    g.add_argument(
+        "--watchdog-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="an engine without a step for so long while requests are open is restarted (300; 0: never)",
+    )
+    g.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry traces to this collector, e.g. http://127.0.0.1:4318 (extra otel)",
+    )
     g.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
 
 
@@ -122,23 +159,15 @@ def _known_options(g: argparse._ArgumentGroup) -> None:
         g.add_argument(name, short, type=int, default=1, metavar="N", help="1 is what there is")
     for name, allowed in _ALLOWED.items():
         g.add_argument(name, help=f"{' or '.join(allowed)}: what is used anyway")
-    for name in (
-        "--trust-remote-code",
-        "--enforce-eager",
-        "--enable-auto-tool-choice",
-        "--enable-expert-parallel",
-    ):
+    for name in _SWITCHES:
         g.add_argument(name, action="store_true", default=None, help=f"no effect: {NO_EFFECT[name]}")
-    g.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help=f"no effect: {NO_EFFECT['--async-scheduling']}",
-    )
-    for name in ("--gpu-memory-utilization", "--distributed-executor-backend", "--moe-backend", "--dtype"):
+    for name in _ALWAYS:
+        g.add_argument(name, action=argparse.BooleanOptionalAction, help=f"no effect: {NO_EFFECT[name]}")
+    for name in _VALUES:
         g.add_argument(name, help=f"no effect: {NO_EFFECT[name]}")
-    g.add_argument(
-        "--compilation-config", metavar="JSON", help=f"no effect: {NO_EFFECT['--compilation-config']}"
-    )
+    sizes, graphs = "--cudagraph-capture-sizes", "--compilation-config"
+    g.add_argument(sizes, nargs="+", type=int, metavar="ROWS", help=f"no effect: {NO_EFFECT[sizes]}")
+    g.add_argument(graphs, metavar="JSON", help=f"no effect: {NO_EFFECT[graphs]}")
 
 
 def resolve(args: argparse.Namespace) -> Launch:
@@ -155,9 +184,10 @@ def resolve(args: argparse.Namespace) -> Launch:
         ("--port", args.port, 0),
         ("--max-request-bytes", args.max_request_bytes, 1),
         ("--drain-seconds", args.drain_seconds, 0),
+        ("--watchdog-timeout", args.watchdog_timeout, 0),
     ):
-        if value < low:
-            raise ParameterError(f"{flag}: {value} is below {low}")
+        if not low <= value < float("inf"):
+            raise ParameterError(f"{flag}: {value}: expected a finite number from {low} up")
     return Launch(
         model=model,
         settings=settings,
@@ -168,7 +198,9 @@ def resolve(args: argparse.Namespace) -> Launch:
         max_request_bytes=args.max_request_bytes,
         cors_origins=tuple(args.allowed_origins),
         drain_seconds=args.drain_seconds,
+        watchdog_seconds=args.watchdog_timeout,
         log_level=args.log_level,
+        otlp_endpoint=args.otlp_endpoint,
         tls=_tls(args),
         notes=tuple(notes),
     )
@@ -189,8 +221,9 @@ def _notes(args: argparse.Namespace) -> list[str]:
         value = _value(args, flag)
         if value is not None and value not in allowed:
             raise ParameterError(f"{flag}: {value!r} is not available; expected {' or '.join(allowed)}")
-    if args.async_scheduling is False:
-        raise ParameterError("--no-async-scheduling: the loop always plans one step ahead; leave it out")
+    for flag in _ALWAYS:
+        if _value(args, flag) is False:
+            raise ParameterError(f"--no-{flag[2:]}: {NO_EFFECT[flag]}; leave it out")
     if args.compilation_config is not None:
         try:
             json.loads(args.compilation_config)
@@ -226,6 +259,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "numerics": args.numerics,
         "backend": args.backend,
         "threads": args.threads,
+        "structured_compile_seconds": args.structured_compile_seconds,
+        "structured_mask_seconds": args.structured_mask_seconds,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     if args.speculative_config is not None:
@@ -233,6 +268,11 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             settings["speculative"] = json.loads(args.speculative_config)
         except ValueError as err:
             raise ParameterError(f"--speculative-config: not JSON ({err})") from err
+        if isinstance(settings["speculative"], dict) and settings["speculative"].get("simulated_acceptance"):
+            raise ParameterError(
+                "--speculative-config: simulated_acceptance makes meaningless text, for benchmarks only; "
+                "leave it out, or use firesteel bench"
+            )
     return settings
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from firesteel.models.deepseek_v4 import chat_strings
 from firesteel.serve.lexing import Event, Lexer, Tag, Text, Think
 
 BLOCKS = ("tool_calls", "toolcalls", "tool")  # the last two are seen from real models
@@ -183,6 +184,46 @@ class Parser:
                 yield from self._call.end_value(closed=False)
             yield from self._call.end()
         self._call = None
+
+
+class Verbatim:
+    """``Parser`` for an answer that a grammar writes: behind the reasoning nothing is markup.
+
+    Think tags are taken out of the reasoning only.
+    """
+
+    calls = 0
+
+    def __init__(self, thinking: bool = False) -> None:
+        self._reasons, self._held = thinking, ""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What the next text makes certain."""
+        return _joined(self._feed(self._held + text))
+
+    def _feed(self, text: str) -> Iterator[Delta]:
+        self._held = ""
+        if self._reasons:
+            before, tag, behind = text.partition(chat_strings.END_THINK)
+            self._reasons = not tag
+            if not tag:
+                keep = _started(before)
+                before, self._held = before[: len(before) - keep], before[len(before) - keep :]
+            yield Delta("reasoning", before.replace(chat_strings.THINK, ""))
+            text = behind
+        yield Delta("content", text)
+
+    def finish(self, truncated: bool = False) -> list[Delta]:
+        """The end of the text."""
+        held, self._held = self._held, ""
+        return _joined([Delta("reasoning", held)])
+
+
+def _started(text: str) -> int:
+    """Length of the longest end of ``text`` that may be the beginning of a think tag."""
+    tags = (chat_strings.THINK, chat_strings.END_THINK)
+    sizes = (n for n in range(len(chat_strings.END_THINK) - 1, 0, -1) if len(text) >= n)
+    return next((n for n in sizes if any(t.startswith(text[-n:]) for t in tags)), 0)
 
 
 class _Call:

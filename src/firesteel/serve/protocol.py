@@ -43,23 +43,34 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 HINTS = {
     "functions": "deprecated; use tools",
     "function_call": "deprecated; use tool_choice",
-    "thinking_token_budget": "thinking budgets are not available in this version; leave it out",
-    "structured_outputs": "structured output is not available in this version; leave it out",
-    "guided_json": "structured output is not available in this version; leave it out",
-    "guided_regex": "structured output is not available in this version; leave it out",
-    "guided_choice": "structured output is not available in this version; leave it out",
-    "guided_grammar": "structured output is not available in this version; leave it out",
+    "guided_decoding_backend": "there is one; leave it out",
+    "guided_whitespace_pattern": "use structured_outputs with whitespace_pattern",
     "use_beam_search": "there is no beam search; use n",
     "best_of": "answers are not ranked; use n",
     "suffix": "there is no infilling; leave it out",
     "audio": "there is no audio; leave it out",
     "truncate_prompt_tokens": "prompts are not shortened; send a shorter one",
 }
+# earlier names of the fields of structured_outputs
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 _PARAMS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "allowed_token_ids", "bad_words", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "seed", "n", "prompt_logprobs", "speculative", "max_draft_tokens", "cache_salt", "priority",
+    "thinking_token_budget",
 )  # fmt: skip
+
+
+class Extras(BaseModel):
+    """``firesteel``: what this server tells beside the answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    tokens: bool | None = Field(None, description="of each token: text, step, drafted or sampled")
 
 
 class StreamOptions(BaseModel):
@@ -97,6 +108,15 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark)"
+    )
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    thinking_token_budget: int | None = Field(None, description="tokens before the reasoning is ended")
     # this server's own
     speculative: bool | None = Field(None, description="false: verify no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="drafts per step at most")
@@ -104,6 +124,7 @@ class Asked(BaseModel):
     priority: int | None = Field(None, description="smaller runs first")
     return_stats: bool | None = Field(None, description="add what speculation did to each choice")
     return_token_ids: bool | None = Field(None, description="add token ids to each choice")
+    firesteel: Extras | None = Field(None, description="{tokens: true}: where each token comes from")
     one_token_per_chunk: bool | None = Field(None, description="a stream's chunks hold one token each")
 
     def check_extra(self) -> None:
@@ -144,6 +165,11 @@ class Asked(BaseModel):
             return {int(k): v for k, v in (self.logit_bias or {}).items()}
         except ValueError as err:
             raise bad("logit_bias", f"keys must be token ids ({err})") from err
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Where each token comes from."""
+        return bool(self.firesteel and self.firesteel.tokens)
 
     @property
     def usage_wanted(self) -> bool:
@@ -190,7 +216,6 @@ class ChatRequest(Asked):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     thinking: bool | dict[str, Any] | None = None
@@ -209,27 +234,28 @@ class ChatRequest(Asked):
             raise bad("top_logprobs", "only with logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise bad("max_tokens", "differs from max_completion_tokens; send one of them")
-        self._check_format()
         self._check_tool_choice()
-
-    def _check_format(self) -> None:
-        kind = (self.response_format or {"type": "text"}).get("type")
-        if kind in ("json_object", "json_schema", "structural_tag"):
-            problem = f"{kind} is not available in this version; leave it out and ask for JSON in the prompt"
-            raise bad("response_format", problem, "unsupported_value")
-        if kind != "text":
-            raise bad("response_format", f"type {kind!r} is unknown; expected text")
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if choice in (None, "auto", "none"):
-            if choice == "auto" and not self.tools:
-                raise bad("tool_choice", "auto, but there are no tools; send tools")
+        if choice in (None, "none"):
             return
-        if choice == "required" or isinstance(choice, dict):
-            problem = "a forced call is not available in this version; use auto"
-            raise bad("tool_choice", problem, "unsupported_value")
-        raise bad("tool_choice", f"{choice!r} is unknown; expected auto or none")
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if choice.get("type") != "function" or not isinstance(name, str):
+                raise bad("tool_choice", 'expected {"type": "function", "function": {"name": ...}}')
+        elif choice not in ("auto", "required"):
+            raise bad("tool_choice", f"{choice!r} is unknown; expected auto, none, required or a function")
+        if not self.tools:
+            raise bad("tool_choice", "there are no tools; send tools")
+
+    def thinking_budget(self) -> Any:
+        """Tokens of reasoning, from either of two fields; raises a 400 if they differ."""
+        inner = self.thinking.get("budget_tokens") if isinstance(self.thinking, dict) else None
+        if inner is not None and self.thinking_token_budget not in (None, inner):
+            raise bad("thinking", "budget_tokens differs from thinking_token_budget; send one of them")
+        return self.thinking_token_budget if inner is None else inner
 
     def _max_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -7,6 +7,7 @@ and debugging, as a thread beside the API.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 from firesteel.config import EngineConfig, SamplingParams
 from firesteel.core import FinishReason
 from firesteel.engine.build import build_engine
-from firesteel.engine.frontend import Frontend
+from firesteel.engine.frontend import Frontend, Prepared
 from firesteel.engine.loop import QueueFull
 from firesteel.engine.output import Answer
 from firesteel.engine.runner import TokenScore
@@ -31,7 +32,7 @@ from firesteel.serve.messages import LENGTH, ModelInfo, body_length, pack, param
 from firesteel.speculation.policy import Adaptive
 
 STATS_EVERY = 0.2  # seconds between two "stats" messages while there is work
-QUALITY_EVERY = 10.0  # seconds between two looks at how good the survivals are, which take milliseconds
+QUALITY_EVERY = 5.0  # seconds between two looks at how good the survivals are, which take milliseconds
 Send = Callable[[Mapping[str, Any]], None]
 
 
@@ -41,11 +42,10 @@ class _Call:
 
     id: int
     params: SamplingParams
-    arrived: float
     answers: list[Answer]
     left: int
+    origins: bool = False  # its pieces say where each token comes from
     sent: dict[int, int] = field(default_factory=dict)  # request id of the engine -> tokens sent
-    entered: dict[int, float] = field(default_factory=dict)  # request id -> when it left the queue
 
 
 class Worker:
@@ -56,8 +56,8 @@ class Worker:
         self._send, self._clock = send, clock
         self.inbox: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._calls: dict[int, _Call] = {}
+        self._compiling: dict[int, tuple[Mapping[str, Any], Prepared]] = {}  # by id, with their messages
         self._owner: dict[int, tuple[_Call, Answer]] = {}  # by request id of the engine
-        self._waiting: dict[int, Answer] = {}  # those that have not entered a slot yet
         self._steps_sent = 0
         self._stats_at = self._quality_at = 0.0
         self._depth: dict[str, list[int]] = {"verified_at": [], "accepted_at": []}
@@ -76,6 +76,7 @@ class Worker:
             slots=engine.config.slots,
             pages=engine.memory.num_pages,
             page_size=engine.memory.page_size,
+            adaptive=isinstance(engine.scheduler.policy, Adaptive),
             notes=self.frontend.notes,
         )
 
@@ -84,7 +85,6 @@ class Worker:
         self._send({"op": "ready", "info": vars(self.info())})
         while self._receive():
             changed = self.frontend.step()
-            self._note_entries()
             if changed:
                 self._send({"op": "pieces", "pieces": [self._piece(answer) for answer in changed]})
             now = self._clock()
@@ -104,49 +104,60 @@ class Worker:
                 return False
             if message["op"] == "cancel":
                 self._cancel(message["id"])
+            elif message["op"] == "compiled":
+                self._compiled(message["id"])
             else:
                 self._add(message)
 
     def _add(self, message: Mapping[str, Any]) -> None:
         call_id = message["id"]
         try:
-            params = params_of(message["params"])
-            answers = self.frontend.add(message["prompt"], params)
-        except QueueFull as err:
-            self._send({"op": "refused", "id": call_id, "kind": "full", "error": str(err)})
+            prepared = self.frontend.prepare(message["prompt"], params_of(message["params"]))
+        except Exception as err:  # whatever one request does, the others go on
+            self._refuse(call_id, err)
             return
-        except user_errors() as err:
-            self._send({"op": "refused", "id": call_id, "kind": "parameter", "error": str(err)})
+        if prepared.ready:
+            self._admit(message, prepared)
             return
-        except Exception as err:  # whatever else one request does, the others go on
-            error = f"{type(err).__name__}: {err}"
-            self._send({"op": "refused", "id": call_id, "kind": "internal", "error": error})
+        self._compiling[call_id] = (message, prepared)
+        prepared.then(lambda: self.inbox.put({"op": "compiled", "id": call_id}))
+
+    def _compiled(self, call_id: int) -> None:
+        waiting = self._compiling.pop(call_id, None)  # none: cancelled meanwhile
+        if waiting is not None:
+            self._admit(*waiting)
+
+    def _refuse(self, call_id: int, err: Exception) -> None:
+        kind, error = "internal", f"{type(err).__name__}: {err}"
+        if isinstance(err, QueueFull):
+            kind, error = "full", str(err)
+        elif isinstance(err, user_errors()):
+            kind, error = "parameter", str(err)
+        self._send({"op": "refused", "id": call_id, "kind": kind, "error": error})
+
+    def _admit(self, message: Mapping[str, Any], prepared: Prepared) -> None:
+        call_id = message["id"]
+        try:
+            answers = self.frontend.admit(prepared)
+        except Exception as err:
+            self._refuse(call_id, err)
             return
-        call = self._calls[call_id] = _Call(call_id, params, self._clock(), answers, len(answers))
+        call = _Call(call_id, prepared.params, answers, len(answers), bool(message.get("origins")))
+        self._calls[call_id] = call
         for answer in answers:
             self._owner[answer.request_id] = (call, answer)
             call.sent[answer.request_id] = 0
-            self._waiting[answer.request_id] = answer
         self._send({"op": "accepted", "id": call_id})
 
     def _cancel(self, call_id: int) -> None:
+        self._compiling.pop(call_id, None)
         call = self._calls.pop(call_id, None)
         for answer in call.answers if call is not None else ():
             if self._owner.pop(answer.request_id, None) is not None:
-                self._waiting.pop(answer.request_id, None)
                 self._add_depths(self._depth, answer)
                 self.frontend.drop(answer, FinishReason.ABORT)
 
     # ---- messages out --------------------------------------------------------
-    def _note_entries(self) -> None:
-        """When requests leave the queue."""
-        now = self._clock()
-        for rid, answer in list(self._waiting.items()):
-            seq = answer.seq
-            if seq.slot >= 0 or seq.planned or seq.finish is not None:
-                del self._waiting[rid]
-                self._owner[rid][0].entered[rid] = now
-
     def _piece(self, answer: Answer) -> list[Any]:
         rid = answer.request_id
         call, _ = self._owner[rid]
@@ -156,11 +167,11 @@ class Worker:
             end = self._end(call, answer)
         n = call.params.logprobs
         scores = [_score(s, n) for s in answer.scores[sent:]] if n is not None else []
-        return [call.id, [answer.seq.sample, text, answer.ids[sent:], scores, end]]
+        origins = [list(map(int, o)) for o in answer.origins[sent:]] if call.origins else []
+        return [call.id, [answer.seq.sample, text, answer.ids[sent:], scores, end, origins]]
 
     def _end(self, call: _Call, answer: Answer) -> dict[str, Any]:
         rid = answer.request_id
-        self._note_entries()
         del self._owner[rid]
         call.left -= 1
         if call.left == 0:
@@ -171,12 +182,11 @@ class Worker:
         prompt = None
         if done.prompt_logprobs is not None and n is not None:
             prompt = [_score(s, n) if s is not None else None for s in done.prompt_logprobs]
-        queued = call.entered.get(rid, call.arrived) - call.arrived
         return {
             "finish_reason": done.finish_reason,
             "seed": done.seed,
             "usage": dict(done.usage),
-            "stats": {**done.stats, "queue_seconds": queued},
+            "stats": dict(done.stats),
             "stop_reason": done.stop_reason,
             "prompt_scores": prompt,
             "error": done.error,
@@ -202,6 +212,9 @@ class Worker:
                     "decodes": record.decodes,
                     "drafts": record.budget.drafts,
                     "reason": record.budget.reason,
+                    "draft_reason": record.draft_reason,
+                    "drafting": record.drafting,
+                    "draft_width": record.draft_width,
                     "expected_tokens": record.budget.expected_tokens,
                     "rows": record.rows,
                     "emitted": record.emitted,
@@ -218,12 +231,16 @@ class Worker:
         return {"op": "stats", **said, **self._quality()}
 
     def _quality(self) -> dict[str, Any]:
-        """Reliability of the predicted survivals, now and then; nothing without adaptive verification."""
+        """Reliability of survivals and the cost curve, now and then; nothing if widths are fixed."""
         policy, now = self.engine.scheduler.policy, self._clock()
-        if not isinstance(policy, Adaptive) or now - self._quality_at < QUALITY_EVERY:
+        wait = QUALITY_EVERY if self.engine.busy else 1.0  # the last look of a burst stays for long
+        if not isinstance(policy, Adaptive) or now - self._quality_at < wait:
             return {}
-        self._quality_at = now
-        return {"quality": policy.calibrator.quality()}
+        seen = policy.calibrator
+        quality = seen.quality()
+        if quality:  # until there is something to see, look again each time: it costs nothing
+            self._quality_at = now
+        return {"quality": quality, "reliability": seen.reliability(), "curve": policy.cost.curve()}
 
     def _depths(self) -> dict[str, list[int]]:
         """Drafts verified and accepted by depth, of ended and open samples."""
@@ -245,17 +262,28 @@ def _read_frames(stream: BinaryIO, inbox: queue.SimpleQueue[Mapping[str, Any]]) 
     inbox.put({"op": "stop"})
 
 
+def _die_with_parent() -> None:
+    """A killed API takes its engine along even if that hangs, or the device would stay taken."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
+
+
 def main(link_fd: int) -> int:
     """Serve one API process over the socket ``link_fd``. The first frame holds model and settings."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # service managers signal every process; the API decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with_parent()
     link = socket.socket(fileno=link_fd)
 
     def send(message: Mapping[str, Any]) -> None:
         link.sendall(pack(message))
 
     stream = link.makefile("rb")
-    first = json.loads(stream.read(body_length(stream.read(LENGTH.size))))
+    head = stream.read(LENGTH.size)
+    if len(head) < LENGTH.size:
+        return 0  # the API went while this process was starting
+    first = json.loads(stream.read(body_length(head)))
     try:
         settings = EngineConfig.of(**first["settings"])
         built = build_engine(first["model"], settings, lambda part: send({"op": "progress", "part": part}))

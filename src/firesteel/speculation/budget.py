@@ -46,9 +46,20 @@ def fixed(ready: Sequence[int], room: int) -> Budget:
 
 
 def choose(
-    survivals: Floats, base_rows: int, base_value: float, step_ms: StepCost, extra_ms: float, room: int
+    survivals: Floats,
+    base_rows: int,
+    base_value: float,
+    step_ms: StepCost,
+    extra_ms: float,
+    room: int,
+    going_rate: float | None = None,
 ) -> Budget:
     """The B that maximises expected tokens per millisecond; ties go to the smaller B.
+
+    With ``going_rate`` (tokens per millisecond that the engine makes anyway),
+    the B that maximises tokens - going_rate * milliseconds: the same where all
+    steps are alike, and right for one step among others that a long prompt
+    makes dear, whose price no draft must help to pay.
 
     survivals: [n] expected gain of every draft that could be verified
         (survival times the weight of its request) in any order, or [s, n] for
@@ -63,12 +74,11 @@ def choose(
     most = min(len(gains), max(room, 0))
     value = base_value + np.concatenate(([0.0], np.cumsum(gains[:most])))
     ms = step_ms(np.arange(base_rows, base_rows + most + 1)) + extra_ms
-    rate = value / np.maximum(ms, 1e-6)
-    best = int(np.argmax(rate))
-    return Budget(best, float(value[best]), float(ms[best]), _why(best, most, len(gains), rate))
+    best = int(np.argmax(value / np.maximum(ms, 1e-6) if going_rate is None else value - going_rate * ms))
+    return Budget(best, float(value[best]), float(ms[best]), _why(best, most, len(gains)))
 
 
-def _why(best: int, most: int, drafts: int, rate: Floats) -> str:
+def _why(best: int, most: int, drafts: int) -> str:
     """One plain sentence for the metrics."""
     if drafts == 0:
         return "no drafts to verify"
@@ -91,6 +101,7 @@ class DraftPlan:
     requests: int
     rate: float  # expected tokens per millisecond of a draft-and-verify cycle
     plain_rate: float  # the same without drafting
+    drafts: int = 0  # of them verified
 
     @property
     def pays(self) -> bool:
@@ -100,8 +111,8 @@ class DraftPlan:
 
 def choose_width(
     profiles: Floats,
-    other_rows: int,
-    other_value: float,
+    base_rows: int,
+    base_value: float,
     step_ms: StepCost,
     draft_ms: Callable[[int, int], float],
     widths: Sequence[int],
@@ -109,30 +120,37 @@ def choose_width(
 ) -> DraftPlan:
     """How wide to draft, and for how many requests: the best whole cycle of draft and verify.
 
-    profiles: [R, K] survival that each request's drafts usually reach, most
-        promising request first. A cycle with width k for the first m requests
-        costs draft_ms(m, k) plus the verification of the best of their drafts.
-    other_rows, other_value: rows that run besides and what they yield.
+    profiles: [R, K] expected gain of every draft that the next blocks may
+        have, or [S, R, K] for S equally likely cases; most promising request first.
+    base_rows, base_value: rows that run anyway (anchors) and what they yield.
+    A cycle with width k for the first m requests costs draft_ms(m, k) plus the
+    verification of the best of their drafts.
     """
-    requests = profiles.shape[0]
-    rows = other_rows + requests
-    value = other_value + requests
-    plain = value / max(float(step_ms(np.array([rows]))[0]), 1e-6) if rows else 0.0
+    cases = np.nan_to_num(profiles if profiles.ndim == 3 else profiles[None], nan=0.0)
+    s, requests, depths = cases.shape
+    order = np.argsort(-cases.reshape(s, -1), axis=1, kind="stable")
+    gains = np.take_along_axis(cases.reshape(s, -1), order, axis=1)
+    rank, depth = order // depths, order % depths
+    ms = step_ms(np.arange(base_rows, base_rows + min(requests * max(widths, default=0), room) + 1))
+    plain = base_value / max(float(ms[0]), 1e-6) if base_rows else 0.0
     best = DraftPlan(0, 0, plain, plain)
     for m in _steps(requests):
         for k in widths:
-            gains = profiles[:m, :k].ravel()
-            budget = choose(gains, rows, value, step_ms, draft_ms(m, k), room)
-            rate = budget.expected_tokens / max(budget.predicted_ms, 1e-6)
-            if rate > best.rate * (1 + 1e-9):
-                best = DraftPlan(k, m, rate, plain)
+            if m < requests and abs(k - best.width) > 1:
+                continue  # fewer requests draft about as wide
+            kept = gains[(rank < m) & (depth < k)].reshape(s, m * k).mean(0)[: len(ms) - 1]
+            value = base_value + np.concatenate(([0.0], np.cumsum(kept)))
+            rates = value / np.maximum(ms[: len(value)] + draft_ms(m, k), 1e-6)
+            at = int(np.argmax(rates))
+            if rates[at] > best.rate * (1 + 1e-9):
+                best = DraftPlan(k, m, float(rates[at]), plain, at)
     return best
 
 
 def _steps(requests: int) -> list[int]:
-    """Request counts worth trying: all of few, and halvings of many."""
+    """Request counts worth trying: all of few, and half of many again and again."""
     out, m = [], requests
     while m > 0:
         out.append(m)
-        m = m - 1 if m <= 4 else m * 3 // 4
+        m = m - 1 if m <= 4 else m // 2
     return out

@@ -11,6 +11,7 @@ a slow average of measured over predicted time, so a wrong table heals.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 RATE = 0.05  # weight of one new measurement in the correction
+EARLY = 0.2  # the same while a size has hardly been measured
+SPIKE = 2.0  # a price this far outside of what its neighbours say was mismeasured
 DEPARTS = 1.3  # a step this far from its prediction is reported
 
 
@@ -112,12 +115,17 @@ class CostModel:
     draft_correction: float = 1.0
     departures: int = 0
     measured: int = 0
+    spikes: tuple[int, ...] = ()  # sizes whose price was out of line
 
     def __post_init__(self) -> None:
         self._rows = np.array(self.table.rows, dtype=np.float64)
+        ms, self.spikes = _without_spikes(self._rows, np.array(self.table.step_ms, dtype=np.float64))
         # more rows never cost less: a size dearer than a larger one was mismeasured
-        self._ms = np.minimum.accumulate(np.array(self.table.step_ms)[::-1])[::-1]
+        self._ms = np.minimum.accumulate(ms[::-1])[::-1]
         self.corrections = np.ones(len(self._rows))
+        self._counts = np.zeros(len(self._rows))  # measurements near each size
+        self._logs = np.log(self._rows + 1)
+        self._drafts: dict[tuple[int, int], float] = {}  # uncorrected prices that were asked for
 
     def step_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
         """Predicted milliseconds for each row count; ``context``: mean tokens per row."""
@@ -134,14 +142,22 @@ class CostModel:
         beyond = (self.table.context if context is None else context) - self.table.context
         return np.maximum(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
 
+    def curve(self) -> list[tuple[int, float]]:
+        """(rows, predicted milliseconds) at the measured row counts, as corrected so far."""
+        ms = self.step_ms(np.array(self.table.rows))
+        return [(rows, float(v)) for rows, v in zip(self.table.rows, ms, strict=True)]
+
     def draft_ms(self, requests: int, width: int) -> float:
         """Predicted milliseconds of a drafting pass."""
         if requests == 0 or width == 0 or not self.table.draft:
             return 0.0
-        widths = sorted(self.table.draft)
-        prices = [float(np.interp(requests, self.table.requests, self.table.draft[w])) for w in widths]
-        over = requests / self.table.requests[-1]
-        return float(np.interp(width, widths, prices)) * max(over, 1.0) * self.draft_correction
+        base = self._drafts.get((requests, width))
+        if base is None:
+            widths = sorted(self.table.draft)
+            prices = [float(np.interp(requests, self.table.requests, self.table.draft[w])) for w in widths]
+            base = float(np.interp(width, widths, prices)) * max(requests / self.table.requests[-1], 1.0)
+            self._drafts[requests, width] = base
+        return base * self.draft_correction
 
     def price(self, rows: int, context: float, requests: int, width: int) -> float:
         """Milliseconds of a whole step: its rows, and drafting ``width`` for ``requests``."""
@@ -153,14 +169,27 @@ class CostModel:
         if rows <= 0 or not np.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
             return False
         self.measured += 1
-        ratio = float(np.clip(measured_ms / predicted_ms, 0.2, 5.0))
-        near = np.exp(-np.abs(np.log((self._rows + 1) / (rows + 1))))  # neighbours learn with it
-        self.corrections *= np.exp(RATE * near * np.log(ratio))
-        np.clip(self.corrections, 0.02, 50.0, out=self.corrections)
-        self.draft_correction = float(np.clip(self.draft_correction * ratio ** (RATE / 2), 0.02, 50.0))
+        ratio = min(max(measured_ms / predicted_ms, 0.2), 5.0)
+        near = np.exp(-np.abs(self._logs - math.log(rows + 1)))  # neighbours learn with it
+        rate = np.maximum(RATE, EARLY / (1.0 + self._counts / 8.0))
+        self._counts += near
+        self.corrections *= np.exp(rate * near * math.log(ratio))
+        np.minimum(np.maximum(self.corrections, 0.02), 50.0, out=self.corrections)
+        self.draft_correction = min(max(self.draft_correction * ratio ** (RATE / 2), 0.02), 50.0)
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed
         return departed
+
+
+def _without_spikes(rows: Floats, ms: Floats) -> tuple[Floats, tuple[int, ...]]:
+    """Prices with single sizes that are far above or below both neighbours put between them; and which."""
+    out, found = ms.copy(), []
+    for i in range(1, len(ms) - 1):
+        low, high = sorted((out[i - 1], ms[i + 1]))
+        if ms[i] > SPIKE * high or ms[i] < low / SPIKE:
+            out[i] = np.interp(rows[i], rows[[i - 1, i + 1]], [out[i - 1], ms[i + 1]])
+            found.append(int(rows[i]))
+    return out, tuple(found)
 
 
 def from_samples(

@@ -18,9 +18,8 @@ censored and do not count. How good it is, is always measured.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ Floats = NDArray[np.float64]
 CLASSES = 2
 BINS = 15
 MAX_MARGIN = 50.0
+MAX_LOGIT = 40.0
+ENOUGH = 16  # samples after which a signal that has one value counts as stuck
 
 
 class CalibrationError(ValueError):
@@ -45,13 +46,17 @@ def logistic(x: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The logistic model; ``depth`` [classes, K], ``head`` and ``margin`` [classes]."""
+    """The logistic model; ``depth`` [classes, K], ``head`` and ``margin`` [classes].
+
+    ``usual``: mean conditional acceptance by depth where it was fitted; empty if nobody knows.
+    """
 
     depth: Floats
     head: Floats
     margin: Floats
     uses_head: bool
     uses_margin: bool
+    usual: tuple[float, ...] = ()
 
     @classmethod
     def prior(cls, depths: int, uses_head: bool, uses_margin: bool) -> Coefficients:
@@ -77,7 +82,7 @@ class Coefficients:
                 f"here head={uses_head}, margin={uses_margin}; run firesteel calibrate with these settings"
             )
         at = np.minimum(np.arange(depths), self.depth.shape[1] - 1)
-        return Coefficients(self.depth[:, at], self.head, self.margin, uses_head, uses_margin)
+        return Coefficients(self.depth[:, at], self.head, self.margin, uses_head, uses_margin, self.usual)
 
     def logit(
         self, head: Floats, margin: Floats, depth: NDArray[np.int64], kind: NDArray[np.int64]
@@ -106,6 +111,7 @@ class Coefficients:
             "margin": self.margin.tolist(),
             "uses_head": self.uses_head,
             "uses_margin": self.uses_margin,
+            "usual": list(self.usual),
         }
 
     @classmethod
@@ -118,6 +124,7 @@ class Coefficients:
                 np.array(raw["margin"], dtype=np.float64),
                 bool(raw["uses_head"]),
                 bool(raw["uses_margin"]),
+                tuple(float(v) for v in raw.get("usual", ())),
             )
         except (KeyError, TypeError, ValueError) as err:
             raise CalibrationError(
@@ -143,7 +150,7 @@ class Coefficients:
 
 def margin_feature(margin: Floats) -> Floats:
     """log1p of the margin, NaN and infinity tamed."""
-    out: Floats = np.log1p(np.clip(np.nan_to_num(margin, nan=0.0, posinf=MAX_MARGIN), 0.0, MAX_MARGIN))
+    out: Floats = np.log1p(np.fmin(np.fmax(margin, 0.0), MAX_MARGIN))  # fmax(NaN, 0) is 0
     return out
 
 
@@ -180,38 +187,58 @@ class Samples:
         )
 
 
-def fit(samples: Samples, start: Coefficients, rounds: int = 25, ridge: float = 2.0) -> Coefficients:
-    """Penalised maximum likelihood; the penalty pulls towards ``start``.
+COMMON, DEPTH, SLOPE = 0.5, 2.0, 2.0  # penalties: of a shift of all depths, of one depth, of a signal
 
-    Each temperature class is its own concave problem (K intercepts, one slope
-    for the head, one for the margin), solved by Newton's method with halved
-    steps: a start that is confidently wrong would make full steps oscillate.
+
+def fit(
+    samples: Samples,
+    start: Coefficients,
+    rounds: int = 25,
+    trust: float = 1.0,
+    warm: Coefficients | None = None,
+) -> Coefficients:
+    """Penalised maximum likelihood; the penalty, times ``trust``, pulls towards ``start``.
+
+    Each temperature class is its own concave problem (a shift of all depths,
+    K shifts of single ones, one slope for the head, one for the margin),
+    solved by Newton's method with halved steps: a start that is confidently
+    wrong would make full steps oscillate. A signal that never changes says
+    nothing: it gets no weight. ``warm``: coefficients to search from.
     """
     depth, head, margin = start.depth.copy(), start.head.copy(), start.margin.copy()
     for kind in range(CLASSES):
         mine = samples.kind == kind
         if not mine.any():
+            if warm is not None:  # nothing new of this class
+                depth[kind], head[kind], margin[kind] = warm.depth[kind], warm.head[kind], warm.margin[kind]
             continue
         x, anchor, free = _design(samples, mine, start, kind)
-        w = _maximise(x, samples.accepted[mine], anchor, free, ridge, rounds)
         k = depth.shape[1]
-        depth[kind], head[kind], margin[kind] = w[:k], w[k], w[k + 1]
-    return Coefficients(depth, head, margin, start.uses_head, start.uses_margin)
+        ridge = trust * np.concatenate((np.full(k, DEPTH), [SLOPE, SLOPE, COMMON]))
+        w = anchor.copy()
+        if warm is not None:
+            w[:k], w[k], w[k + 1] = warm.depth[kind], warm.head[kind], warm.margin[kind]
+            w = np.where(free > 0, w, anchor)
+        w = _maximise(x, samples.accepted[mine], w, anchor, free, ridge, rounds)
+        depth[kind], head[kind], margin[kind] = w[:k] + w[k + 2], w[k], w[k + 1]
+    return Coefficients(depth, head, margin, start.uses_head, start.uses_margin, start.usual)
 
 
-def _maximise(x: Floats, y: Floats, anchor: Floats, free: Floats, ridge: float, rounds: int) -> Floats:
-    """argmax of the penalised log-likelihood of a logistic model."""
+def _maximise(
+    x: Floats, y: Floats, w: Floats, anchor: Floats, free: Floats, ridge: Floats, rounds: int
+) -> Floats:
+    """argmax of the penalised log-likelihood of a logistic model, searched from ``w``."""
 
     def objective(w: Floats) -> float:
         z = x @ w
         likelihood = float((y * z - np.logaddexp(0.0, z)).sum())
-        return likelihood - 0.5 * ridge * float(((w - anchor) ** 2).sum())
+        return likelihood - 0.5 * float((ridge * (w - anchor) ** 2).sum())
 
-    w, value = anchor.copy(), objective(anchor)
+    value = objective(w)
     for _ in range(rounds):
         p = logistic(x @ w)
         grad = (x.T @ (y - p) - ridge * (w - anchor)) * free
-        hess = (x * (p * (1 - p))[:, None]).T @ x + ridge * np.eye(len(w))
+        hess = (x * (p * (1 - p))[:, None]).T @ x + np.diag(ridge)
         step = np.linalg.solve(hess, grad) * free
         for _ in range(30):
             better = objective(w + step)
@@ -229,15 +256,21 @@ def _maximise(x: Floats, y: Floats, anchor: Floats, free: Floats, ridge: float, 
 def _design(
     samples: Samples, mine: NDArray[np.bool_], start: Coefficients, kind: int
 ) -> tuple[Floats, Floats, Floats]:
-    """(design [n, K+2], starting weights, 1 for weights that may move)."""
+    """(design [n, K+3], starting weights, 1 for weights that may move)."""
     k, n = start.depth.shape[1], int(mine.sum())
-    x = np.zeros((n, k + 2))
+    x = np.zeros((n, k + 3))
     x[np.arange(n), np.minimum(samples.depth[mine], k - 1)] = 1.0
-    x[:, k] = np.nan_to_num(samples.head[mine]) * start.uses_head
+    x[:, k] = np.nan_to_num(samples.head[mine]).clip(-MAX_LOGIT, MAX_LOGIT) * start.uses_head
     x[:, k + 1] = margin_feature(samples.margin[mine]) * start.uses_margin
-    anchor = np.concatenate((start.depth[kind], [start.head[kind], start.margin[kind]]))
-    free = np.ones(k + 2)
-    free[k], free[k + 1] = float(start.uses_head), float(start.uses_margin)
+    x[:, k + 2] = 1.0
+    anchor = np.concatenate((start.depth[kind], [start.head[kind], start.margin[kind], 0.0]))
+    free = np.ones(k + 3)
+    for at, used in ((k, start.uses_head), (k + 1, start.uses_margin)):
+        if used and (n < ENOUGH or float(np.ptp(x[:, at])) > 1e-6):
+            continue
+        free[at] = 0.0  # absent, or stuck at one value
+        if used:
+            anchor[at] = 0.0
     return x, anchor, free
 
 
@@ -289,67 +322,63 @@ def auc(score: Floats, truth: Floats) -> float:
     )
 
 
-@dataclass
 class Calibrator:
     """Coefficients in use, the newest outcomes, and their quality.
 
     ``add`` takes outcomes; the model is refitted on the newest ``keep``, first
     after ``first`` of them, then at twice as many each time until every
-    ``every``. ``seen`` counts all, by temperature class.
+    ``every``. ``seen`` counts all, by temperature class. ``trust`` multiplies
+    the pull towards the first coefficients: large if they come from a file.
     """
 
-    coefficients: Coefficients
-    keep: int = 8192
-    every: int = 1024
-    first: int = 64
-    refits: int = 0
-    seen: list[int] = field(default_factory=lambda: [0] * CLASSES)
-    _recent: deque[tuple[Outcome, float]] = field(default_factory=deque)
-    _fresh: int = 0
+    def __init__(
+        self,
+        coefficients: Coefficients,
+        keep: int = 4096,
+        every: int = 4096,
+        first: int = 16,
+        trust: float = 1.0,
+    ):
+        self.coefficients, self.trust, self.every = coefficients, trust, every
+        self.refits, self.seen = 0, [0] * CLASSES
+        self._start = coefficients
+        self._recent = np.zeros((keep, 6))  # head, margin, depth, kind, accepted, predicted
+        self._count, self._fresh, self._due = 0, 0, min(first, every)
 
-    def __post_init__(self) -> None:
-        self._recent = deque(maxlen=self.keep)
-        self._start = self.coefficients
-        self._due = min(self.first, self.every)
-
-    def add(self, outcomes: list[Outcome]) -> bool:
+    def add(self, outcomes: Samples | list[Outcome]) -> bool:
         """Take outcomes, each with the probability that was in force; True if the model changed."""
-        if not outcomes:
+        s = outcomes if isinstance(outcomes, Samples) else Samples.of(outcomes)
+        n, keep = len(s.accepted), len(self._recent)
+        if n == 0:
             return False
-        s = Samples.of(outcomes)
         predicted = self.coefficients.probability(s.head, s.margin, s.depth, s.kind)
-        self._recent.extend(zip(outcomes, predicted.tolist(), strict=True))
-        self._fresh += len(outcomes)
-        for outcome in outcomes:
-            self.seen[outcome.kind] += 1
+        lines = np.stack((s.head, s.margin, s.depth, s.kind, s.accepted, predicted), axis=1)[-keep:]
+        self._recent[(self._count + np.arange(len(lines))) % keep] = lines
+        self._count += len(lines)
+        self._fresh += n
+        for kind in range(CLASSES):
+            self.seen[kind] += int((s.kind == kind).sum())
         if self._fresh < self._due:
             return False
         self._fresh, self._due = 0, min(2 * self._due, self.every)
-        self.coefficients = fit(Samples.of([o for o, _ in self._recent]), self._start)
+        self.coefficients = fit(self.recent(), self._start, trust=self.trust, warm=self.coefficients)
         self.refits += 1
         return True
 
-    def usual(self, depths: int) -> Floats:
-        """Survival by depth that verified drafts have had lately, all requests together."""
-        hits, tries = np.ones(depths), np.full(depths, 1.5)  # two thirds until something is known
-        for o, _ in self._recent:
-            if o.depth < depths:
-                hits[o.depth] += o.accepted
-                tries[o.depth] += 1
-        out: Floats = np.cumprod(np.minimum(hits / tries, 1.0))
-        return out
+    def recent(self) -> Samples:
+        """The newest outcomes."""
+        r = self._recent[: self._count]
+        return Samples(r[:, 0], r[:, 1], r[:, 2].astype(np.int64), r[:, 3].astype(np.int64), r[:, 4])
 
     def quality(self) -> list[dict[str, float]]:
         """ECE, Brier score and AUC of the predictions that were in force, by depth."""
-        depths = sorted({o.depth for o, _ in self._recent})
-        out = []
-        for depth in depths:
-            pairs = [(p, float(o.accepted)) for o, p in self._recent if o.depth == depth]
-            predicted, truth = np.array([p for p, _ in pairs]), np.array([t for _, t in pairs])
+        r, out = self._recent[: self._count], []
+        for depth in sorted(set(r[:, 2].tolist())):
+            truth, predicted = r[r[:, 2] == depth][:, 4], r[r[:, 2] == depth][:, 5]
             out.append(
                 {
-                    "depth": depth + 1,
-                    "samples": len(pairs),
+                    "depth": int(depth) + 1,
+                    "samples": len(truth),
                     "accepted": float(truth.mean()),
                     "ece": ece(predicted, truth),
                     "brier": brier(predicted, truth),
@@ -357,3 +386,10 @@ class Calibrator:
                 }
             )
         return out
+
+    def reliability(self, bins: int = BINS) -> list[tuple[float, float, int]]:
+        """(mean predicted, share accepted, samples) in equal-mass bins of the predictions that were in force."""
+        r = self._recent[: self._count]
+        order = np.argsort(r[:, 5], kind="stable")
+        parts = [p for p in np.array_split(order, min(bins, max(len(order), 1))) if len(p)]
+        return [(float(r[p, 5].mean()), float(r[p, 4].mean()), len(p)) for p in parts]

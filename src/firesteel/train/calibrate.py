@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,12 @@ def calibrate(blocks: Blocks, uses_margin: bool = True) -> Fit:
             head = [full.head[:, j] for j in range(full.depths)]
             survived = [(full.accepted > j).astype(np.float64) for j in range(full.depths)]
             temperatures[name] = sequential_temperatures(head, survived)
-    return Fit(temperatures, fit(blocks.samples(), prior))
+    samples = blocks.samples()
+    usual: list[float] = []  # where it has no samples, a depth is worth what the one before it is
+    for j in range(blocks.depths):
+        mine = samples.accepted[samples.depth == j]
+        usual.append(float(mine.mean()) if len(mine) else usual[-1] if usual else 0.5)
+    return Fit(temperatures, replace(fit(samples, prior), usual=tuple(usual)))
 
 
 # ---- quality ---------------------------------------------------------------------------------------

@@ -34,10 +34,14 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """What a snapshot keeps of one ring: the last ``rows`` rows, ``width`` of their columns."""
+    """What a snapshot keeps of one ring: the last ``rows`` rows, ``width`` of their columns.
+
+    ``raw``: a compressor's ring, float32 whatever the arena holds.
+    """
 
     rows: int
     width: int
+    raw: bool = False
     ring: Tensor = field(default_factory=lambda: torch.empty(0))
     columns: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -73,12 +77,12 @@ def allocate(
 ) -> list[LayerMemory]:
     """Memory of every target layer, zeroed; entries are views into the arena's page lines.
 
-    The last slot and page 0 are scratch.
+    The last slot and page 0 are scratch. K=V rings have the arena's dtype, raw rings are float32.
     """
     offset = 0
 
-    def ring(rows: int, width: int) -> Tensor:
-        return torch.zeros(slots, rows, width, device=device)
+    def ring(rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(slots, rows, width, dtype=dtype, device=device)
 
     def entries(ratio: int, dim: int) -> Tensor:
         nonlocal offset
@@ -89,7 +93,7 @@ def allocate(
 
     out = []
     for i, ratio in enumerate(config.compress_ratios):
-        memory = LayerMemory(ring(window_ring(config, gamma), config.head_dim))
+        memory = LayerMemory(ring(window_ring(config, gamma), config.head_dim, arena.dtype))
         if ratio:
             halves = 2 if config.kind(i) is LayerKind.CSA else 1
             raw = ring(raw_ring(ratio, gamma), 2 * halves * config.head_dim)
@@ -102,11 +106,17 @@ def allocate(
 
 
 def allocate_stages(
-    config: V4Config, slots: int, stages: int, gamma: int, device: torch.device
+    config: V4Config,
+    slots: int,
+    stages: int,
+    gamma: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> list[LayerMemory]:
     """Context rings of the drafter's stages; the last slot is scratch."""
     rows = window_ring(config, gamma)
-    return [LayerMemory(torch.zeros(slots, rows, config.head_dim, device=device)) for _ in range(stages)]
+    shape = (slots, rows, config.head_dim)
+    return [LayerMemory(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(stages)]
 
 
 def stage_parts(
@@ -147,8 +157,8 @@ def _part(rows: int, dim: int, quarters: int, ring: Tensor | None) -> SnapshotPa
     """All columns, or of a CSA raw row (value A, value B, score A, score B) the two A quarters."""
     width = dim if quarters == 1 else 2 * dim
     if ring is None:
-        return SnapshotPart(rows, width)
+        return SnapshotPart(rows, width, quarters == 4)
     columns = torch.arange(dim, device=ring.device)
     if quarters == 4:
         columns = torch.cat((columns, columns + 2 * dim))
-    return SnapshotPart(rows, width, ring, columns)
+    return SnapshotPart(rows, width, quarters == 4, ring, columns)

@@ -100,6 +100,13 @@ class ReferenceShape(ReferenceAttention):
         logits = logits - state.frequency[slots].unsqueeze(-1) * answered
         return logits - state.presence[slots].unsqueeze(-1) * (answered > 0)
 
+    def restrict(self, logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        clear = ((words.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits.shape[1]] == 0
+        out = logits.clone()
+        out[rows] = logits[rows].masked_fill(clear, NEVER)
+        return out
+
     def logprobs(self, logits: Tensor, tokens: Tensor, n: int) -> Logprobs:
         total = torch.logsumexp(logits, dim=-1, keepdim=True)
         chosen = logits.gather(1, tokens.unsqueeze(-1))

@@ -1,0 +1,297 @@
+"""Arms of a sweep: one model in memory, one engine per arm over it, and the closed loop that loads them.
+
+Weights, page arena, slots and the measured cost table exist once. An engine
+object is host state only (queue, plan, policy), so every arm gets a fresh one
+at every point; the arm without speculation runs on a runner without a drafter
+and thus pays nothing for taps or context rows. Arms never run at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from firesteel.bench.acceptance import Tally
+from firesteel.bench.geometry import load
+from firesteel.config import ParameterError, SamplingParams
+from firesteel.core import FinishReason, StepPlan, StepRecord
+from firesteel.engine.build import Built
+from firesteel.engine.frontend import Frontend
+from firesteel.engine.loop import Engine
+from firesteel.engine.rehearsal import record_graphs
+from firesteel.engine.runner import Runner, StepResult
+from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
+
+NONE, ADAPTIVE = "none", "adaptive"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to speculate: ``width`` drafts per request and step at most, 0 for none."""
+
+    name: str
+    width: int
+    adaptive: bool = False
+
+
+def parse_arms(text: str, most: int | None = None) -> tuple[Arm, ...]:
+    """``none,1,3,5,7,adaptive``; adaptive may draft up to the widest fixed arm, or ``most``."""
+    words = [w.strip() for w in text.split(",") if w.strip()]
+    widths = [int(w) for w in words if w.isdigit()]
+    unknown = next((w for w in words if not w.isdigit() and w not in (NONE, ADAPTIVE)), None)
+    if unknown is not None or 0 in widths or len(set(words)) < len(words) or not words:
+        raise ParameterError(f"arms={text!r}: expected distinct ones of none, 1, 2, ... and adaptive")
+    gamma = most if most is not None else max(widths, default=0)
+    if gamma < max(widths, default=0) or (ADAPTIVE in words and gamma < 1):
+        raise ParameterError(
+            f"arms={text!r}: most drafts {gamma} is below an arm's width; raise the number of drafts"
+        )
+    made = {NONE: Arm(NONE, 0), ADAPTIVE: Arm(ADAPTIVE, gamma, True)}
+    return tuple(made.get(w) or Arm(f"K={w}", int(w)) for w in words)
+
+
+@dataclass
+class Job:
+    """One request of a run and what the client saw of it (seconds since the run began)."""
+
+    ids: list[int]
+    params: SamplingParams
+    sent: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One closed loop of one arm, as client and server saw it."""
+
+    arm: str
+    concurrency: int
+    requests: int
+    tokens: int  # counted by the client
+    server_tokens: int  # counted by the engine's steps
+    seconds: float
+    decode_tokens: int  # tokens behind each request's first
+    decode_seconds: float  # from first to last token, summed over requests
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    steps: int
+    drafts: int  # budget, summed over steps
+    decodes: int
+    verified: int
+    accepted: int
+    busy_ms: float  # of all steps
+    host_ms: float  # planning and committing them
+    priced_ms: float  # of the steps that had a prediction
+    predicted_ms: float  # what was predicted for those
+    departures: int  # steps more than 1.3x from their prediction
+    preemptions: int
+    reasons: dict[str, int]
+    digest: str  # of all answers' token ids, in request order
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+class Rig:
+    """One model, an engine per arm; ``start`` begins a point, ``run`` loads one arm."""
+
+    def __init__(
+        self,
+        model: str | None,
+        arms: Sequence[Arm],
+        speculative: dict[str, Any] | None = None,
+        **settings: Any,
+    ):
+        """``model``: as for ``geometry.load``; ``speculative``: further fields of SpeculativeConfig;
+        ``settings``: of EngineConfig."""
+        self.arms = tuple(arms)
+        gamma = max(a.width for a in arms)
+        spec: dict[str, Any] = dict(speculative or {})
+        if gamma:
+            adaptive = any(a.adaptive for a in arms)
+            spec |= {"num_speculative_tokens": gamma, "enable_adaptive_verification": adaptive}
+        self.llm = load(model, speculative=spec if gamma else None, **settings)
+        engine = self.llm.engine
+        self.pristine = copy.deepcopy(engine.policy)
+        self.runners = {True: engine.runner}
+        if any(a.width == 0 for a in arms):
+            self.runners[False] = without_drafter(engine) if gamma else engine.runner
+        self.frontends: dict[str, Frontend] = {}
+        self.start()
+
+    @property
+    def cost_table(self) -> dict[str, Any] | None:
+        """The prices that every adaptive point starts from."""
+        return self.pristine.cost.table.to_json() if isinstance(self.pristine, Adaptive) else None
+
+    def start(self) -> None:
+        """A new point: no cached prefix, nothing learned, all counters at zero."""
+        self._clear()
+        self.frontends = {arm.name: self._frontend(arm) for arm in self.arms}
+
+    def _clear(self) -> None:
+        engine = self.llm.engine
+        for frontend in self.frontends.values():
+            frontend.engine.drain()
+        if engine.cache is not None:
+            engine.cache.clear()
+
+    def _frontend(self, arm: Arm) -> Frontend:
+        f, base = self.llm.frontend, self.llm.engine
+        spec = base.config.speculative
+        policy: Policy | None = None
+        if arm.adaptive:
+            policy = copy.deepcopy(self.pristine)
+        elif arm.width:
+            policy = FixedWidth(arm.width)
+        if spec is not None:
+            spec = replace(
+                spec,
+                num_speculative_tokens=max(arm.width, 1),
+                enable_adaptive_verification=arm.adaptive,
+                cost_table=spec.cost_table if arm.adaptive else None,
+                calibration=spec.calibration if arm.adaptive else None,
+            )
+        engine = replace(
+            base,
+            config=replace(base.config, speculative=spec if arm.width else None, trace=None),
+            runner=self.runners[arm.width > 0],
+            policy=policy,
+            records=deque(),
+        )
+        return Frontend(Built(engine, f.config, f.tokenizer, f.path, f.notes))
+
+    def policy(self, arm: str) -> Policy:
+        """The policy of an arm, with what it has learned at this point."""
+        return self.frontends[arm].engine.scheduler.policy
+
+    def run(
+        self,
+        arm: Arm,
+        jobs: Sequence[Job],
+        concurrency: int,
+        hear: Tally | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Run:
+        """One closed loop on a cold prefix cache. ``hear``: a tally of acceptance (costs host time)."""
+        self._clear()
+        frontend = self.frontends[arm.name]
+        engine = frontend.engine
+        if engine.runner.graphs is None:  # a fixed arm must not pay for another arm's survival model
+            engine.runner._calibration = None
+        if isinstance(engine.scheduler.policy, Adaptive):
+            engine.scheduler.policy.changed = True
+        if hear is not None:
+            _listen(engine, hear)
+        preempted = engine.scheduler.stats.preemptions
+        engine.records.clear()
+        seconds = closed_loop(frontend, jobs, concurrency, clock)
+        engine.drain()
+        if hear is not None:
+            del engine.scheduler.commit  # type: ignore[method-assign]
+        return _summary(
+            arm.name,
+            jobs,
+            concurrency,
+            seconds,
+            list(engine.records),
+            engine.scheduler.stats.preemptions - preempted,
+        )
+
+
+def without_drafter(engine: Engine) -> Runner:
+    """A runner over the same weights, memory and slots that takes no taps and writes no context rows.
+
+    Where the engine replays recorded graphs, the twin records its own.
+    """
+    twin = copy.copy(engine.runner)
+    twin.drafter, twin._saved, twin.graphs = None, {}, None
+    if engine.runner.graphs is not None:
+        record_graphs(twin, replace(engine.config, speculative=None), engine.max_model_len)
+    return twin
+
+
+def closed_loop(
+    frontend: Frontend, jobs: Sequence[Job], concurrency: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """``concurrency`` requests at a time, a new one as soon as one ends; seconds until the last answer ended."""
+    queue: deque[Job] = deque(jobs)
+    open_: dict[int, Job] = {}
+    begun = now = clock()
+    while queue or open_:
+        while queue and len(open_) < concurrency:
+            job = queue.popleft()
+            (answer,) = frontend.add(job.ids, job.params)
+            open_[answer.request_id] = job
+            job.sent, job.first = clock() - begun, 0.0
+        for answer in frontend.step():
+            now = clock()
+            job = open_[answer.request_id]
+            if answer.ids and not job.first:
+                job.first = now - begun
+            if answer.finish is not None:
+                if answer.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                    raise RuntimeError(f"sweep: a request ended as {answer.finish.value}: {answer.error}")
+                job.last, job.output = now - begun, tuple(answer.ids)
+                del open_[answer.request_id]
+    return now - begun
+
+
+def _listen(engine: Engine, tally: Tally) -> None:
+    """Have ``tally`` hear every verify step of ``engine``."""
+    commit = engine.scheduler.commit
+
+    def heard(plan: StepPlan, result: StepResult) -> None:
+        for group in result.groups:
+            if group.verified and group.tokens:
+                tally.take(len(group.tokens), group.verified, group.accepted)
+        commit(plan, result)
+
+    engine.scheduler.commit = heard  # type: ignore[method-assign]
+
+
+def _summary(
+    arm: str,
+    jobs: Sequence[Job],
+    concurrency: int,
+    seconds: float,
+    records: list[StepRecord],
+    preemptions: int,
+) -> Run:
+    long = [j for j in jobs if len(j.output) > 1]
+    texts = hashlib.sha256("\n".join(" ".join(map(str, j.output)) for j in jobs).encode())
+    priced = [r for r in records if r.predicted_ms > 0]
+    return Run(
+        arm=arm,
+        concurrency=concurrency,
+        requests=len(jobs),
+        tokens=sum(len(j.output) for j in jobs),
+        server_tokens=sum(r.emitted for r in records),
+        seconds=seconds,
+        decode_tokens=sum(len(j.output) - 1 for j in long),
+        decode_seconds=sum(j.last - j.first for j in long),
+        ttft_ms=tuple(1e3 * (j.first - j.sent) for j in jobs),
+        tpot_ms=tuple(1e3 * (j.last - j.first) / (len(j.output) - 1) for j in long),
+        steps=len(records),
+        drafts=sum(r.budget.drafts for r in records),
+        decodes=sum(r.decodes for r in records),
+        verified=sum(r.verified for r in records),
+        accepted=sum(r.accepted for r in records),
+        busy_ms=sum(r.measured_ms for r in records),
+        host_ms=sum(r.host_ms for r in records),
+        priced_ms=sum(r.measured_ms for r in priced),
+        predicted_ms=sum(r.predicted_ms for r in priced),
+        departures=sum(not 1 / 1.3 <= r.measured_ms / r.predicted_ms <= 1.3 for r in priced),
+        preemptions=preemptions,
+        reasons=dict(Counter(r.budget.reason for r in records).most_common(6)),
+        digest=texts.hexdigest()[:16],
+    )

@@ -1,0 +1,262 @@
+"""The rounds of a sweep: all arms interleaved on one rig, judged point by point. ``sweep.py`` is the command."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from firesteel.bench.acceptance import Tally
+from firesteel.bench.arms import ADAPTIVE, Arm, Job, Rig, Run, parse_arms
+from firesteel.bench.pairing import Ratio, judge, overall, percentiles
+from firesteel.bench.readers import RequestSet, encode_all, seed_of
+from firesteel.bench.report import environment
+from firesteel.config import ParameterError, SamplingParams, SimulatedAcceptance
+from firesteel.speculation.policy import Adaptive
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+WARM = 1_000_000  # repeats from here on are warm-ups: seeds of their own
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All settings of one sweep; they are fields of its result."""
+
+    concurrency: tuple[int, ...] = (64, 32, 16, 8, 4, 2, 1)
+    arms: str = "none,1,3,5,7,adaptive"
+    rounds: int = 8
+    requests: int | None = None  # of one round; None: 3 x concurrency, at least 8
+    max_tokens: int = 96
+    temperature: float = 1.0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    warmups: int = 2
+    warm_requests: int | None = None  # of one warm-up; None: as many as a round
+    seed: int = 0
+    prefix_caching: bool = True
+    clock: str = "wall"  # "cpu": seconds this process ran, for one thread on a shared machine
+    acceptance: str = "coupled"
+    simulated: dict[str, Any] | None = None  # fields of SimulatedAcceptance
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ParameterError(f"concurrency={self.concurrency}: expected integers from 1 up")
+        if self.rounds < 2 or self.warmups < 0:
+            raise ParameterError(
+                f"rounds={self.rounds}, warmups={self.warmups}: the best arm is chosen on even and scored on odd "
+                "rounds; give at least 2 rounds and no negative warm-ups"
+            )
+        if self.clock not in CLOCKS:
+            raise ParameterError(f"clock={self.clock!r}: expected one of {', '.join(CLOCKS)}")
+        SimulatedAcceptance.of(self.simulated)  # raises on what is none
+
+    def per_round(self, concurrency: int) -> int:
+        """Requests of one round."""
+        return self.requests or max(3 * concurrency, 8)
+
+
+def pin(cpu: int | None) -> int | None:
+    """Bind this process to one CPU (None: the last one it may use); the CPU, or None where that is impossible."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = allowed[-1] if cpu is None else cpu
+    if chosen not in allowed:
+        raise ParameterError(f"pin={chosen}: this process may use the CPUs {allowed}; choose one of them")
+    os.sched_setaffinity(0, {chosen})
+    return chosen
+
+
+class Sweep:
+    """The points of one plan on one rig."""
+
+    def __init__(self, model: str | None, requests: RequestSet, plan: Plan):
+        self.requests, self.plan = requests, plan
+        self.arms = parse_arms(plan.arms)
+        most = max(plan.concurrency)
+        spec: dict[str, Any] = {"acceptance": plan.acceptance}
+        if plan.simulated is not None:
+            spec["simulated_acceptance"] = dict(plan.simulated)
+        width = 1 + max(a.width for a in self.arms)
+        settings = {"max_num_seqs": most, "max_num_batched_tokens": max(most * width, 512)}
+        settings |= {"prefix_caching": plan.prefix_caching} | plan.engine
+        self.rig = Rig(model, self.arms, spec, **settings)
+        self.prompts = encode_all(self.rig.llm, requests.asks, plan.max_tokens)
+
+    def jobs(self, first: int, count: int, offset: int = 0) -> list[Job]:
+        """``count`` requests from place ``first`` of the endlessly repeated set, each repeat with its own seeds."""
+        out = []
+        for i in range(first, first + count):
+            repeat, at = divmod(i, len(self.prompts))
+            seed = seed_of(self.plan.seed, self.requests.asks[at].key, offset + repeat)
+            params = SamplingParams(
+                max_tokens=self.plan.max_tokens,
+                temperature=self.plan.temperature,
+                top_p=self.plan.top_p,
+                ignore_eos=self.plan.ignore_eos,
+                seed=seed,
+            )
+            out.append(Job(self.prompts[at], params))
+        return out
+
+    def point(self, concurrency: int, tick: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+        """Warm-ups, rounds and judgement at one concurrency."""
+        plan, count = self.plan, self.plan.per_round(concurrency)
+        self.rig.start()
+        tally = self._warm_up(concurrency, tick)
+        clock = CLOCKS[plan.clock]
+        runs: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
+        for r in range(plan.rounds):
+            for arm in self._order(r):
+                tick(f"{concurrency} at once, round {r + 1}, {arm.name}")
+                runs[arm.name].append(
+                    self.rig.run(arm, self.jobs(r * count, count), concurrency, clock=clock)
+                )
+        out: dict[str, Any] = {
+            "concurrency": concurrency,
+            "requests_per_round": count,
+            "arms": {name: _of_runs(part) for name, part in runs.items()},
+            "checks": self._checks(runs),
+            "acceptance_by_position": None if tally is None else _of_tally(tally),
+        }
+        rates = {name: [run.rate for run in part] for name, part in runs.items()}
+        fixed = [a.name for a in self.arms if not a.adaptive]
+        if ADAPTIVE in rates and fixed:
+            out["verdict"] = judge(rates, ADAPTIVE, fixed).to_json()
+        if ADAPTIVE in rates:
+            learned = self.rig.policy(ADAPTIVE)
+            assert isinstance(learned, Adaptive), "the adaptive arm"
+            out["reliability"] = learned.calibrator.quality()
+        return out
+
+    def _order(self, turn: int) -> list[Arm]:
+        """Every arm stands at every place of a round once: no arm always runs behind a heavy one."""
+        shift = turn % len(self.arms)
+        return [*self.arms[shift:], *self.arms[:shift]]
+
+    def _warm_up(self, concurrency: int, tick: Callable[[str], None]) -> Tally | None:
+        """All arms in turn, unmeasured; acceptance by position is counted here, on the widest fixed arm."""
+        count = self.plan.warm_requests or self.plan.per_round(concurrency)
+        widest = max(
+            (a for a in self.arms if a.width and not a.adaptive), key=lambda a: a.width, default=None
+        )
+        tally = Tally()
+        for turn in range(self.plan.warmups):
+            for arm in self._order(turn):
+                tick(f"{concurrency} at once, warm-up {turn + 1}, {arm.name}")
+                jobs = self.jobs(turn * count, count, WARM)
+                self.rig.run(arm, jobs, concurrency, tally if arm is widest else None)
+        return tally if tally.steps else None
+
+    def _checks(self, runs: dict[str, list[Run]]) -> dict[str, Any]:
+        """What makes the figures of a point comparable."""
+        flat = [run for part in runs.values() for run in part]
+        texts = [len({part[r].digest for part in runs.values()}) == 1 for r in range(self.plan.rounds)]
+        lossless = self.plan.acceptance == "coupled"
+        return {
+            "client_equals_server_tokens": all(run.tokens == run.server_tokens for run in flat),
+            "preemptions": sum(run.preemptions for run in flat),
+            "identical_texts": all(texts) if lossless else None,
+            "answers_per_round_compared": len(runs) if lossless else 0,
+        }
+
+    def run(self, tick: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+        """All points, the highest concurrency first."""
+        return [self.point(c, tick) for c in sorted(set(self.plan.concurrency), reverse=True)]
+
+
+def _of_tally(tally: Tally) -> dict[str, Any]:
+    return {
+        "judged": tally.reached,
+        "accepted": tally.accepted,
+        "conditional": tally.conditional,
+        "tokens_per_verify_step": tally.tokens_per_step,
+    }
+
+
+def _of_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """One arm at one point: totals over rounds, percentiles over all requests."""
+    decode = sum(r.decode_seconds for r in runs)
+    steps = sum(r.steps for r in runs)
+    decodes = sum(r.decodes for r in runs)
+    reasons: dict[str, int] = {}
+    for run in runs:
+        for reason, count in run.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    priced = sum(r.priced_ms for r in runs)
+    return {
+        "tokens_per_second": sum(r.tokens for r in runs) / sum(r.seconds for r in runs),
+        "tokens_per_second_by_round": [r.rate for r in runs],
+        "tokens_per_second_per_user": sum(r.decode_tokens for r in runs) / decode if decode else None,
+        "ttft_ms": percentiles([v for r in runs for v in r.ttft_ms]),
+        "tpot_ms": percentiles([v for r in runs for v in r.tpot_ms]),
+        "tokens": sum(r.tokens for r in runs),
+        "server_tokens": sum(r.server_tokens for r in runs),
+        "seconds": sum(r.seconds for r in runs),
+        "steps": steps,
+        "device_share": sum(r.busy_ms for r in runs) / 1e3 / sum(r.seconds for r in runs),
+        "host_ms_per_step": sum(r.host_ms for r in runs) / max(steps, 1),
+        "step_ms": sum(r.busy_ms for r in runs) / max(steps, 1),
+        "drafts_per_request_step": sum(r.drafts for r in runs) / max(decodes, 1),
+        "accepted_share": sum(r.accepted for r in runs) / max(sum(r.verified for r in runs), 1),
+        "measured_over_predicted": priced / sum(r.predicted_ms for r in runs) if priced else None,
+        "departed_steps": sum(r.departures for r in runs),
+        "preemptions": sum(r.preemptions for r in runs),
+        "reasons": dict(sorted(reasons.items(), key=lambda kv: -kv[1])),
+    }
+
+
+def sweep(
+    model: str | None,
+    requests: RequestSet,
+    plan: Plan,
+    pinned: int | None = None,
+    tick: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """The whole result of one sweep as plain values."""
+    tick("loading")
+    work = Sweep(model, requests, plan)
+    points = work.run(tick)
+    judged = [p["verdict"] for p in points if "verdict" in p]
+    return {
+        "bench": "sweep",
+        "simulated": plan.simulated is not None,
+        "model": Path(model).name if model else "bundled",
+        "settings": asdict(plan) | {"pinned_cpu": pinned, "threads": torch.get_num_threads()},
+        "requests": {
+            "name": requests.name,
+            "count": len(requests),
+            "sha256": requests.digest,
+            "domains": requests.domains(),
+            "prompt_tokens": percentiles([float(len(p)) for p in work.prompts]),
+        },
+        "arrangement": "one process, weights loaded once, one engine object per arm and point over shared weights, "
+        "pages and slots; the arm 'none' runs without drafter; prefix cache emptied before every run",
+        "notes": list(work.rig.llm.notes),
+        "cost_table": work.rig.cost_table,
+        "points": points,
+        "geometric_mean": _mean(judged, "held_out"),
+        "geometric_mean_crossed": _mean(judged, "crossed"),
+        "environment": environment(),
+    }
+
+
+def _mean(verdicts: Sequence[dict[str, Any]], which: str) -> dict[str, Any] | None:
+    if not verdicts:
+        return None
+    ratios = [
+        Ratio(
+            v[which]["ratio"],
+            -float("inf") if v[which]["lower"] is None else v[which]["lower"],
+            float("inf") if v[which]["error"] is None else v[which]["error"],
+            v[which]["rounds"],
+        )
+        for v in verdicts
+    ]
+    return overall(ratios).to_json()

@@ -1,0 +1,472 @@
+"""Attention of rows over window and compressed entries: one kernel for the target, another mode for the drafter.
+
+K = V is one vector shared by all heads, so the heads of a row are the M side of
+``tl.dot``. A program takes one row, up to 64 heads and one part of its keys: part 0
+the window and the first ``PART`` entries, every further part ``PART`` entries. Parts
+of a row depend on its own position alone; those of a row with several are merged
+in ascending order by a second kernel. Masked lanes hold zeros as keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
+from firesteel.ops.triton.norms import angles, types
+from firesteel.ops.triton.rounding import on_grid, operand, rotation
+from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.target import Target
+from firesteel.ops.types import PassContext
+
+PART = 512  # entries of one part; the first has the window as well
+LOG2E = 1.4426950408889634
+AMD = {"num_stages": 1, "matrix_instr_nonkdim": 16}  # 16x16 tiles: a wave holds fewer rows of q
+LOWEST = tl.constexpr(-1e30)  # a finite start of the running maximum: a part without keys has no NaN
+
+NONE, ALL, CHOSEN = (tl.constexpr(i) for i in range(3))  # which entries a row sees
+
+
+@triton.jit
+def _add_keys(q, keys, valid, top, total, acc, scale):
+    """One tile of keys [BN, BD] into a running softmax (base 2); ``scale`` holds log2 e."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    best = tl.maximum(top, tl.max(scores, axis=1))
+    fade = tl.exp2(top - best)
+    p = tl.exp2(scores - best[:, None])
+    total = total * fade + tl.sum(p, axis=1)
+    acc = tl.dot(p.to(keys.dtype), keys, acc * fade[:, None], input_precision="ieee")
+    return best, total, acc
+
+
+@triton.jit
+def _window_rows(
+    kv_ptr,
+    ring_ptr,
+    i,
+    position,
+    start,
+    first,
+    last,
+    slot,
+    D: tl.constexpr,
+    SPAN: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(addresses, validity) of raw rows i: of the pass from ``kv``, older ones from the ring."""
+    if BLOCK:  # SPAN rows before the group, then all of the group
+        want = start - SPAN + i
+        here = i >= SPAN
+        source = first + i - SPAN
+        valid = (want >= 0) & ((i < SPAN) | (source <= last))
+    else:  # the SPAN rows up to this one
+        want = position - SPAN + 1 + i
+        here = want >= start
+        source = first + want - start
+        valid = (want >= 0) & (i < SPAN)
+    older = ring_ptr + slot * (RING * D) + tl.maximum(want, 0) % RING * D
+    return tl.where(here, kv_ptr + source * D, older), valid
+
+
+@triton.jit
+def _entry_rows(
+    entry_ptr,
+    chosen_ptr,
+    page_ptr,
+    i,
+    hi,
+    slot,
+    columns,
+    page_stride,
+    D: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """(addresses, validity) of the row's entries i < hi, or of those that a selection lists there.
+
+    Lanes of a window tile have i < 0; they read entry 0 and are not looked at.
+    """
+    valid = i < hi
+    i = tl.maximum(i, 0)
+    if KIND == CHOSEN:
+        entry = tl.load(chosen_ptr + i, mask=valid, other=-1).to(tl.int32)
+        valid = entry >= 0
+        entry = tl.maximum(entry, 0)
+    else:
+        entry = i
+    page = tl.load(page_ptr + slot * columns + entry // PER_PAGE, mask=valid, other=0)
+    return entry_ptr + page * page_stride + (entry % PER_PAGE) * D, valid
+
+
+@triton.jit
+def _finish(
+    acc,
+    total,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    row,
+    head,
+    lane,
+    BD: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    """Store acc / total with its last 2*HALF dims turned back by the row's angle.
+
+    Those dims go through memory: turning them in the accumulator's layout would
+    need more registers than there are.
+    """
+    out_ptr += row * (H * D)
+    base = head[:, None] * D
+    inside = (head < H)[:, None]
+    if BD > D:
+        inside = inside & (lane < D)[None, :]
+    tl.store(out_ptr + base + lane[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+    turn = D - 2 * HALF + tl.arange(0, 2 * HALF)[None, :]
+    live = (head < H)[:, None]
+    x = tl.load(out_ptr + base + turn, mask=live, other=0.0).to(tl.float32)
+    partner = tl.load(out_ptr + base + (turn ^ 1), mask=live, other=0.0).to(tl.float32)
+    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, turn, D - 2 * HALF, D)
+    tl.debug_barrier()
+    tl.store(
+        out_ptr + base + turn,
+        on_grid(x * cos - partner * sin, OFFICIAL).to(out_ptr.dtype.element_ty),
+        mask=live,
+    )
+
+
+@triton.jit
+def _visible(position, chosen, RATIO: tl.constexpr, KIND: tl.constexpr):
+    """How many entries a row attends to; a selection of ``chosen`` columns holds all it can."""
+    if KIND == NONE:
+        return chosen  # 0, but the compiler cannot know: an unrolled loop would not fit the registers
+    count = (position + 1) // RATIO
+    if KIND == CHOSEN:
+        count = tl.minimum(count, chosen)
+    return count
+
+
+@kernel("rows", "chosen", "columns")
+def attend(
+    q_ptr,
+    kv_ptr,
+    ring_ptr,
+    sink_ptr,
+    entry_ptr,
+    chosen_ptr,
+    page_ptr,
+    position_ptr,
+    slot_ptr,
+    first_ptr,
+    last_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    acc_ptr,
+    stat_ptr,
+    rows,
+    chosen,
+    columns,
+    page_stride,
+    scale,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    RING: tl.constexpr,
+    RATIO: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(2)
+    position = tl.load(position_ptr + row).to(tl.int32)
+    count = _visible(position, chosen, RATIO, KIND)
+    lo = part * SIZE
+    if (part > 0) & (lo >= count):
+        return
+    hi = tl.minimum(lo + SIZE, count)
+    slot = tl.load(slot_ptr + row)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    lane = tl.arange(0, BD)
+    inside = (head < H)[:, None]
+    if BD > D:
+        inside = inside & (lane < D)[None, :]
+    at = head[:, None] * D + lane[None, :]
+    q = operand(tl.load(q_ptr + row * (H * D) + at, mask=inside, other=0.0), OFFICIAL)
+    acc = tl.zeros([BH, BD], tl.float32)
+    sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * 1.4426950408889634
+    top = tl.where(part == 0, sink, LOWEST)  # the sink counts once, in part 0
+    total = tl.where(part == 0, tl.full([BH], 1.0, tl.float32), 0.0)
+    first = tl.load(first_ptr + row).to(tl.int32)
+    last = tl.load(last_ptr + row).to(tl.int32)
+    start = tl.load(position_ptr + first).to(tl.int32)
+    begin = tl.where(part == 0, 0, WINDOW_TILES + lo // BN)
+    for tile in range(begin, WINDOW_TILES + (hi + BN - 1) // BN):
+        i = tile * BN + tl.arange(0, BN)
+        pointer, valid = _window_rows(
+            kv_ptr, ring_ptr, i, position, start, first, last, slot, D, SPAN, RING, BLOCK
+        )
+        if KIND != NONE:
+            raw = tile < WINDOW_TILES
+            more, seen = _entry_rows(
+                entry_ptr,
+                chosen_ptr + row * chosen,
+                page_ptr,
+                i - WINDOW_TILES * BN,
+                hi,
+                slot,
+                columns,
+                page_stride,
+                D,
+                PER_PAGE,
+                KIND,
+            )
+            pointer = tl.where(raw, pointer, more)
+            valid = tl.where(raw, valid, seen)
+        inside_keys = valid[:, None]
+        if BD > D:
+            inside_keys = inside_keys & (lane < D)[None, :]
+        keys = tl.load(pointer[:, None] + lane[None, :], mask=inside_keys, other=0.0)
+        top, total, acc = _add_keys(q, operand(keys, OFFICIAL), valid, top, total, acc, scale)
+    if count <= SIZE:
+        _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
+    else:
+        line = (part.to(tl.int64) * rows + row) * H
+        tl.store(acc_ptr + line * D + at, acc, mask=inside)
+        tl.store(stat_ptr + line * 2 + head * 2, top, mask=head < H)
+        tl.store(stat_ptr + line * 2 + head * 2 + 1, total, mask=head < H)
+
+
+@kernel("rows", "chosen")
+def merge_parts(
+    acc_ptr,
+    stat_ptr,
+    position_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    rows,
+    chosen,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    RATIO: tl.constexpr,
+    KIND: tl.constexpr,
+    SIZE: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    count = _visible(tl.load(position_ptr + row).to(tl.int32), chosen, RATIO, KIND)
+    if count <= SIZE:
+        return
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    lane = tl.arange(0, BD)
+    inside = (head < H)[:, None]
+    if BD > D:
+        inside = inside & (lane < D)[None, :]
+    at = head[:, None] * D + lane[None, :]
+    acc = tl.zeros([BH, BD], tl.float32)
+    top = tl.full([BH], LOWEST, tl.float32)
+    total = tl.zeros([BH], tl.float32)
+    for part in range((count + SIZE - 1) // SIZE):
+        line = (part * rows.to(tl.int64) + row) * H
+        stat = stat_ptr + line * 2 + head * 2
+        more = tl.load(stat, mask=head < H, other=0.0)
+        best = tl.maximum(top, more)
+        fade, weight = tl.exp2(top - best), tl.exp2(more - best)
+        total = total * fade + tl.load(stat + 1, mask=head < H, other=1.0) * weight
+        add = tl.load(acc_ptr + line * D + at, mask=inside, other=0.0)
+        acc = acc * fade[:, None] + add * weight[:, None]
+        top = best
+    _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles of a geometry on a target: heads, dims and keys of a tile, and launch options."""
+
+    heads: int
+    dims: int
+    keys: int
+    options: dict[str, int]
+
+
+def shape_of(heads: int, dim: int, official: bool, target: Target) -> Shape:
+    """Constants of a geometry; they never depend on the pass."""
+    bd = max(16, pow2(dim))
+    wide = bd >= 256  # the accumulator decides how many registers are left
+    if not official:
+        return Shape(16, bd, 16 if wide else 64, {"num_warps": 4, "num_stages": 1})
+    amd = target.backend == "hip"
+    half = wide and (amd or target.name == "sm_100")  # 64 heads spill there
+    bh = max(16, min(32 if half else 64, pow2(heads)))
+    options = {"num_warps": 8 if wide and not amd else 4, "num_stages": 2 if wide else 1}
+    return Shape(bh, bd, 32 if wide else 64, {**options, **(AMD if amd else {})})
+
+
+def attention(
+    q: Tensor,
+    kv: Tensor,
+    window: Tensor,
+    span: int,
+    sinks: Tensor,
+    entries: Tensor | None,
+    ratio: int,
+    selection: Tensor | None,
+    table: str,
+    ctx: PassContext,
+    store: torch.dtype,
+    official: bool,
+    target: Target,
+) -> Tensor:
+    """Output [R, H, d] of ``Ops.attention``; with ``ctx.block`` set that of ``Ops.block_attention``."""
+    rows, heads, dim = q.shape
+    out = torch.empty(rows, heads, dim, dtype=store, device=q.device)
+    if rows == 0:
+        return out
+    assert window.is_contiguous(), "a ring lies in order"
+    assert entries is None or entries.dtype == window.dtype, "rings and entries have one dtype"
+    if kv.dtype != window.dtype:  # one pointer type for rows of the pass and of the ring
+        kv = kv.to(window.dtype)
+    q, kv, (cos, sin), s = dense(q), dense(kv), angles(table, ctx), shape_of(heads, dim, official, target)
+    kind, chosen, most, per_page = NONE, 0, 0, 1
+    if entries is not None:
+        assert entries.stride()[1:] == (dim, 1), "the entries of a page lie in order"
+        per_page, most = ctx.page_size // ratio, (ctx.rows.max_position + 1) // ratio
+        kind = ALL
+        if selection is not None:
+            selection, chosen, kind = dense(selection), selection.shape[1], CHOSEN
+            most = min(most, chosen)
+    parts = max(1, cdiv(most, PART))
+    scratch = (parts if parts > 1 else 0) * rows * heads
+    acc = torch.empty(scratch, dim, dtype=torch.float32, device=q.device)
+    stat = torch.empty(scratch, 2, dtype=torch.float32, device=q.device)
+    grid = (rows, cdiv(heads, s.heads), parts)
+    r, window_keys = ctx.rows, span + ctx.block
+    attend[grid](
+        q,
+        kv,
+        window,
+        sinks,
+        window if entries is None else entries,
+        r.slots if selection is None else selection,
+        dense(ctx.page_table),
+        r.positions,
+        r.slots,
+        r.first,
+        r.last,
+        cos,
+        sin,
+        out,
+        acc,
+        stat,
+        rows,
+        chosen,
+        ctx.page_table.shape[1],
+        0 if entries is None else entries.stride(0),
+        LOG2E / math.sqrt(dim),
+        H=heads,
+        D=dim,
+        HALF=cos.shape[1],
+        BH=s.heads,
+        BD=s.dims,
+        BN=s.keys,
+        SPAN=span,
+        WINDOW_TILES=cdiv(window_keys, s.keys),
+        RING=window.shape[1],
+        RATIO=max(ratio, 1),
+        PER_PAGE=per_page,
+        KIND=kind.value,
+        BLOCK=ctx.block > 0,
+        SIZE=PART,
+        OFFICIAL=official,
+        **s.options,
+    )
+    if parts > 1:
+        some = min(s.heads, 16)
+        merge_parts[(rows, cdiv(heads, some))](
+            acc,
+            stat,
+            r.positions,
+            cos,
+            sin,
+            out,
+            rows,
+            chosen,
+            H=heads,
+            D=dim,
+            HALF=cos.shape[1],
+            BH=some,
+            BD=s.dims,
+            RATIO=max(ratio, 1),
+            KIND=kind.value,
+            SIZE=PART,
+            OFFICIAL=official,
+            num_warps=4,
+        )
+    return out
+
+
+def _specs() -> list[Spec]:
+    shape = {"H": 64, "D": 512, "HALF": 32, "BD": 512, "SIZE": PART, "OFFICIAL": True}
+    signature = types(
+        bf16="q_ptr kv_ptr ring_ptr entry_ptr out_ptr",
+        f32="sink_ptr cos_ptr sin_ptr acc_ptr stat_ptr",
+        i64="chosen_ptr page_ptr position_ptr slot_ptr first_ptr last_ptr",
+        int="rows chosen columns page_stride",
+        float="scale",
+    )
+    out: list[Spec] = []
+    narrow = {**AMD, "BH": 32, "num_warps": 4}
+    for name, kind, ratio in (
+        ("window", NONE, 4),
+        ("block", NONE, 4),
+        ("all", ALL, 128),
+        ("chosen", CHOSEN, 4),
+    ):
+        block = name == "block"
+        tiles = {"BH": 64, "BN": 32, "SPAN": 128, "WINDOW_TILES": 5 if block else 4, "RING": 152}
+        entries = {"RATIO": ratio, "PER_PAGE": 256 // ratio, "KIND": kind.value, "BLOCK": block}
+        out.append(
+            Spec(
+                f"attention_{name}_official",
+                attend,
+                signature,
+                {**shape, **tiles, **entries},
+                {"num_warps": 8, "num_stages": 2},
+                aligned=("page_stride",),
+                overrides={"gfx942": narrow, "gfx950": narrow, "sm_100": {"BH": 32}},
+            )
+        )
+    merge = Spec(
+        "attention_merge_official",
+        merge_parts,
+        types(f32="acc_ptr stat_ptr cos_ptr sin_ptr", i64="position_ptr", bf16="out_ptr", int="rows chosen"),
+        {**shape, "BH": 16, "RATIO": 128, "KIND": ALL.value},
+        {"num_warps": 4},
+    )
+    return [*out, merge]
+
+
+KERNELS = _specs()

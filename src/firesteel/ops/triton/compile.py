@@ -1,0 +1,244 @@
+"""``python -m firesteel.ops.triton.compile``: every kernel for every target, without a GPU.
+
+Compiles each ``Spec`` for gfx950, gfx942, sm_90 and sm_100 and reads registers, local
+memory, spills and matrix instructions out of the machine code. Exit status 1 on
+any fault: a kernel that does not compile or needs more local memory than a program
+gets, a spill (on gfx942 more than ALLOWED_SPILLS), a block-scaled kernel without that
+instruction on gfx950, ``dot_scaled`` on gfx942. Nothing here is run on a device: the
+figures say what the compiler made, not that it computes the right thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from firesteel.ops.triton import launch
+from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.target import TARGETS, Target
+
+MODULES = (
+    "linear", "experts", "moe", "route", "attention", "indexer", "compress", "norms", "hyper",
+    "head", "sample", "draft", "shape", "rows", "commit",
+)  # fmt: skip
+STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all
+ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill
+INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async\S+|mma\.sync\S+|tcgen05\.mma\S*|v_s?mfmac?_\w+)")
+SCALED = "v_mfma_scale"
+
+
+@dataclass
+class Made:
+    """What the compiler made of one kernel for one target.
+
+    ``registers``: vector registers per thread (AMD: plus accumulation registers);
+    ``local``: bytes of LDS or shared memory; ``spills``: registers (AMD) or bytes of stack frame (NVIDIA);
+    ``matrix``: how often each matrix instruction stands in the code.
+    """
+
+    kernel: str
+    target: str
+    registers: int = 0
+    accumulators: int = 0
+    local: int = 0
+    spills: int = 0
+    matrix: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    faults: list[str] = field(default_factory=list)
+
+
+def specs(only: Sequence[str] = ()) -> list[Spec]:
+    """All kernels, or those whose name holds one of ``only``."""
+    found: list[Spec] = []
+    for module in MODULES:
+        found += importlib.import_module(f"firesteel.ops.triton.{module}").KERNELS
+    names = Counter(spec.name for spec in found)
+    twice = [name for name, count in names.items() if count > 1]
+    assert not twice, f"kernels of one name: {twice}"
+    return [s for s in found if not only or any(part in s.name for part in only)]
+
+
+def compile_spec(spec: Spec, target: Target) -> Any:
+    """The compiled kernel; raises whatever the compiler raises."""
+    names: list[str] = spec.fn.arg_names
+    constants, options = dict(spec.constexprs), dict(spec.options)
+    for key, value in spec.overrides.get(target.name, {}).items():
+        (constants if key in names else options)[key] = value
+    missing = [n for n in names if n not in spec.signature and n not in constants]
+    assert not missing, f"{spec.name}: no type and no value for {missing}"
+    types = {n: spec.signature.get(n, "constexpr") for n in names}
+    types = {n: f"*{target.fp8_name}" if t == "*fp8" else t for n, t in types.items()}
+    aligned = [i for i, n in enumerate(names) if types[n].startswith("*") or n in spec.aligned]
+    source = ASTSource(
+        fn=spec.fn,
+        signature=types,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.wave), options=options)
+
+
+def read_amd(text: str, made: Made) -> None:
+    """Registers and spills from the metadata of the assembly."""
+
+    def count(key: str) -> int:
+        hit = re.search(rf"\.{key}:\s+(\d+)", text)
+        assert hit, f"no .{key} in the assembly"
+        return int(hit.group(1))
+
+    made.registers, made.accumulators = count("vgpr_count"), count("agpr_count")
+    made.spills = count("vgpr_spill_count") + count("sgpr_spill_count")
+
+
+def read_nvidia(cubin: bytes, made: Made) -> None:
+    """Registers and stack frame as cuobjdump reports them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run(
+            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    hit = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert hit, f"unexpected report of cuobjdump: {report[:200]}"
+    made.registers, made.spills = int(hit.group(1)), int(hit.group(2))
+
+
+def judge(spec: Spec, target: Target, made: Made, ir: str) -> None:
+    """Write down what is wrong."""
+    if made.local > target.local_bytes:
+        made.faults.append(f"{made.local} bytes of local memory, a program gets {target.local_bytes}")
+    allowed = 0 if target.name in STRICT else ALLOWED_SPILLS.get(spec.name, 0)
+    if made.spills > allowed:
+        made.faults.append(f"{made.spills} spilled, {allowed} allowed")
+    if target.name == "gfx950" and spec.scaled and not any(name.startswith(SCALED) for name in made.matrix):
+        made.faults.append(f"no {SCALED}")
+    if not target.scaled_mma and "tt.dot_scaled" in ir:
+        made.faults.append(f"dot_scaled, which {target.name} has no instruction for")
+
+
+def make(spec: Spec, target: Target) -> Made:
+    """Compile, read and judge one kernel."""
+    made, begin = Made(spec.name, target.name), time.perf_counter()
+    try:
+        compiled = compile_spec(spec, target)
+    except Exception as err:  # the compiler raises anything; the table has to say what
+        lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+        made.faults.append(f"{type(err).__name__}: {(lines or ['no message'])[-1][:200]}")
+        return made
+    made.seconds = round(time.perf_counter() - begin, 1)
+    made.local = int(compiled.metadata.shared)
+    text = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
+    made.matrix = dict(sorted(Counter(INSTRUCTIONS.findall(text)).items()))
+    if target.backend == "hip":
+        read_amd(text, made)
+    else:
+        read_nvidia(compiled.asm["cubin"], made)
+    judge(spec, target, made, compiled.asm["ttir"])
+    return made
+
+
+def make_named(name: str, target: str) -> Made:
+    """``make`` by names, for a worker process."""
+    spec = next(s for s in specs() if s.name == name)
+    return make(spec, TARGETS[target])
+
+
+def make_all(wanted: Iterable[Spec], targets: Sequence[str], jobs: int) -> list[Made]:
+    """All pairs, in the order of the specs; a line per kernel goes to stderr."""
+    pairs = [(spec.name, t) for spec in wanted for t in targets if t in spec.targets]
+    context = multiprocessing.get_context("spawn")
+    out: list[Made] = []
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for made in pool.map(make_named, *zip(*pairs, strict=True)) if pairs else ():
+            note = "; ".join(made.faults) or "ok"
+            print(
+                f"{made.target:7} {made.kernel:40} {made.seconds:6.1f} s  {note}", file=sys.stderr, flush=True
+            )
+            out.append(made)
+    return out
+
+
+# ---- the report ------------------------------------------------------------------------------
+def short(name: str) -> str:
+    """A matrix instruction without what all of its kind share."""
+    return name.replace(".sync.aligned", "").replace("mma_async.", "")
+
+
+def page(made: Sequence[Made]) -> str:
+    """docs/kernels.md."""
+    lines = [
+        "# Kernels as compiled",
+        "",
+        f"Made by `make kernels` with Triton {triton.__version__}; no device was used. Registers per thread "
+        "(vector + accumulation on AMD), local memory per program in KiB, spills in registers (AMD) or bytes of "
+        "stack frame (NVIDIA), matrix instructions in the code.",
+    ]
+    for target in TARGETS.values():
+        rows = [m for m in made if m.target == target.name]
+        if not rows:
+            continue
+        budget = target.local_bytes // 1024
+        lines += [
+            "",
+            f"## {target.name}",
+            "",
+            f"Local memory a program may use: {budget} KiB; wave of {target.wave}.",
+            "",
+        ]
+        lines += [
+            "| kernel | registers | local KiB | spills | matrix instructions |",
+            "|---|---|---|---|---|",
+        ]
+        for m in rows:
+            registers = f"{m.registers} + {m.accumulators}" if m.accumulators else str(m.registers)
+            matrix = ", ".join(f"{short(name)} ×{count}" for name, count in m.matrix.items()) or "–"
+            spills = "; ".join([str(m.spills), *m.faults])
+            lines.append(f"| {m.kernel} | {registers} | {m.local / 1024:.1f} | {spills} | {matrix} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of kernel names")
+    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--docs", help="file for the table")
+    args = parser.parse_args(arguments)
+    if launch.INTERPRETED:
+        parser.error("kernels are interpreted here; unset TRITON_INTERPRET")
+    made = make_all(specs(args.only), args.targets, args.jobs)
+    if args.json:
+        result = {"triton": triton.__version__, "kernels": [asdict(m) for m in made]}
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    if args.docs:
+        Path(args.docs).write_text(page(made))
+    bad = [m for m in made if m.faults]
+    print(f"{len(made)} compiled, {len(bad)} with faults")
+    for m in bad:
+        print(f"{m.target} {m.kernel}: {'; '.join(m.faults)}")
+    return 1 if bad or not made else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The output head and what follows it in the same pass: base logits, noise, argmax.
+
+    tile of W [BV, K] x rows^T [K, BR] -> float32 logits of BV ids and BR rows
+    -> stored, or perturbed and reduced to one (value, id) per row and tile
+
+Weights are the M operand and rows the N operand: BV, BK, warps and stages never
+change, only BR follows the row count, so a logit is the same chain of matrix
+instructions in every batch. Row tiles of one weight tile run next to each
+other, so that its bytes come from memory once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firesteel.ops.triton.launch import cdiv, dense, kernel
+from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
+from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.target import Target
+from firesteel.ops.types import Linear, SlotState
+
+TILE_V, TILE_K = 128, 64
+ROW_TILES = (16, 32, 64, 128)
+CHUNK = 16  # rows of one program whose noise exists at once
+
+
+@triton.jit
+def head_dot(x, w, x_rows, ok, ids, inside, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, STEP: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    """float32 [V, R]: W[ids] times rows, K in ascending steps of one order."""
+    acc = tl.zeros((V, R), tl.float32)
+    lane = tl.arange(0, STEP)
+    w_at = w + ids.to(tl.int64)[:, None] * K + lane[None, :]
+    x_at = x + x_rows[None, :] * K + lane[:, None]
+    for k in range(0, K, STEP):
+        if K % STEP == 0:
+            a = tl.load(w_at + k, mask=inside[:, None], other=0.0)
+            b = tl.load(x_at + k, mask=ok[None, :], other=0.0)
+        else:
+            a = tl.load(w_at + k, mask=inside[:, None] & (k + lane[None, :] < K), other=0.0)
+            b = tl.load(x_at + k, mask=ok[None, :] & (k + lane[:, None] < K), other=0.0)
+        if NARROW:
+            acc = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
+        else:
+            acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def finish_rows(logit, start, step, place, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    """What becomes of the products [V, N] of the rows start, start + step, ..."""
+    tile, ids, inside = place
+    base, out, values, chosen, seconds = tables
+    slots, positions, passes, seed_lo, seed_hi, sample, temperature = key
+    rows, base_stride, out_stride, tiles = sizes
+    row = start + step * tl.arange(0, N)
+    ok = row < rows
+    wide = row.to(tl.int64)
+    both = inside[:, None] & ok[None, :]
+    if BASE:
+        logit = tl.load(base + wide[None, :] * base_stride + ids[:, None], mask=both, other=0.0) + logit
+    if STORE:
+        tl.store(out + wide[None, :] * out_stride + ids[:, None], logit, mask=both)
+    if PICK:
+        heat, at, stream, high, low, index = row_key(
+            slots, positions, passes, seed_lo, seed_hi, sample, temperature, row, ok, REJECTION
+        )
+        score = logit
+        if tl.max(heat, axis=0) > 0.0:  # all greedy: the noise is multiplied by 0
+            words = (at[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
+            score = perturb(logit, heat[None, :], ids[:, None], words)
+        best, found, second = tile_best(logit, score, ids[:, None], inside[:, None], 0, BASE)
+        tl.store(values + wide * tiles + tile, best, mask=ok)
+        tl.store(chosen + wide * tiles + tile, found, mask=ok)
+        if BASE:
+            tl.store(seconds + wide * tiles + tile, second, mask=ok)
+
+
+@triton.jit
+def finish(acc, start, step, place, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+    """``finish_rows`` of at most CHUNK rows at a time: the noise of a whole wide tile would not fit the registers."""
+    if PICK and N > CHUNK:  # even and odd columns: neighbours lie in one thread
+        even, odd = tl.split(tl.reshape(acc, (acc.shape[0], N // 2, 2)))
+        finish(even, start, 2 * step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N // 2, CHUNK)
+        finish(
+            odd,
+            start + step,
+            2 * step,
+            place,
+            tables,
+            key,
+            sizes,
+            BASE,
+            STORE,
+            PICK,
+            REJECTION,
+            N // 2,
+            CHUNK,
+        )
+    else:
+        finish_rows(acc, start, step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N)
+
+
+@kernel("rows", "row_tiles", "base_stride", "out_stride", "tiles")
+def head_rows(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    base,
+    previous,
+    slots,
+    positions,
+    passes,
+    seed_lo,
+    seed_hi,
+    sample,
+    temperature,
+    out,
+    values,
+    chosen,
+    seconds,
+    rows,
+    row_tiles,
+    base_stride,
+    out_stride,
+    tiles,
+    VOCAB: tl.constexpr,
+    K: tl.constexpr,
+    TILE_V: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_K: tl.constexpr,
+    NARROW: tl.constexpr,
+    GATHER: tl.constexpr,
+    BASE: tl.constexpr,
+    STORE: tl.constexpr,
+    PICK: tl.constexpr,
+    REJECTION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One vocabulary tile of up to TILE_R rows; GATHER reads row r of ``x`` at ``previous[r]``."""
+    pid = tl.program_id(0)
+    tile = pid // row_tiles
+    start = (pid % row_tiles) * TILE_R
+    row = start + tl.arange(0, TILE_R)
+    ok = row < rows
+    ids = tile * TILE_V + tl.arange(0, TILE_V)
+    inside = ids < VOCAB
+    if GATHER:
+        x_rows = tl.load(previous + row, mask=ok, other=0)
+    else:
+        x_rows = row.to(tl.int64)
+    acc = head_dot(x, w, x_rows, ok, ids, inside, K, TILE_V, TILE_R, TILE_K, NARROW)
+    tables = (base, out, values, chosen, seconds)
+    key = (slots, positions, passes, seed_lo, seed_hi, sample, temperature)
+    sizes = (rows, base_stride, out_stride, tiles)
+    place = (tile, ids, inside)
+    finish(acc, start, 1, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, TILE_R, CHUNK)
+
+
+def row_tile(rows: int, narrow: bool) -> int:
+    """Rows of one program: the N extent of one instruction family, free to follow the row count.
+
+    Float32 products run on scalar units, where a wide tile gains nothing and fills the registers.
+    """
+    if not narrow:
+        return ROW_TILES[0]
+    return next((t for t in ROW_TILES if rows <= t), ROW_TILES[-1])
+
+
+def options(target: Target) -> dict[str, Any]:
+    """Warps and stages of the head on a target; the same for every row count."""
+    if target.backend == "hip":
+        return {"num_warps": 8, "num_stages": 2, "matrix_instr_nonkdim": 16}
+    if target.backend == "cuda":
+        return {"num_warps": 8, "num_stages": 4}
+    return {}
+
+
+def weight_of(head: Linear) -> Tensor:
+    """The unquantised weight [N, K] of a prepared linear."""
+    w = head.data if isinstance(head.data, Tensor) else head.data.data
+    assert isinstance(w, Tensor) and w.shape == (head.n, head.k) and w.is_contiguous(), "a dense head"
+    assert w.dtype in (torch.float32, torch.bfloat16), "heads are kept in float32 or bfloat16"
+    return w
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a step of the drafter's walk adds: ``base`` float32 [G, V] (rows may lie apart),
+    ``previous`` int64 [G], whether noise comes from the drafter's own stream."""
+
+    base: Tensor
+    previous: Tensor
+    rejection: bool
+
+
+def run_head(
+    x: Tensor,
+    w: Tensor,
+    target: Target,
+    *,
+    narrow: bool,
+    rows: int,
+    store: Tensor | None = None,
+    sampling: tuple[Tensor, Tensor, SlotState] | None = None,
+    walk: Walk | None = None,
+) -> Partials | None:
+    """Launch the head: into ``store`` [R, V] (any row stride) and, with ``sampling``
+    (slots, positions, state), into tile winners. ``narrow``: bf16 products (exact on bf16 values)."""
+    assert x.is_contiguous(), "rows lie one after another"
+    vocab, k = w.shape
+    tile, row_block = TILE_V, row_tile(rows, narrow)
+    tiles, row_tiles = cdiv(vocab, tile), cdiv(rows, row_block)
+    parts = Partials(rows, tiles, x.device, walk is not None) if sampling is not None else None
+    unused = w
+    key: tuple[Tensor, ...] = (unused,) * 7
+    if sampling is not None:
+        key = (*sampling[:2], *seeds(sampling[2]))
+    head_rows[(tiles * row_tiles,)](
+        x,
+        w,
+        unused if walk is None else walk.base,
+        unused if walk is None else walk.previous,
+        *key,
+        unused if store is None else store,
+        *((unused,) * 3 if parts is None else (parts.values, parts.ids, parts.seconds)),
+        rows,
+        row_tiles,
+        0 if walk is None else walk.base.stride(0),
+        0 if store is None else store.stride(0),
+        tiles,
+        VOCAB=vocab,
+        K=k,
+        TILE_V=tile,
+        TILE_R=row_block,
+        TILE_K=TILE_K,
+        NARROW=narrow,
+        GATHER=walk is not None,
+        BASE=walk is not None,
+        STORE=store is not None,
+        PICK=sampling is not None,
+        REJECTION=walk is not None and walk.rejection,
+        CHUNK=CHUNK,
+        **options(target),
+    )
+    return parts
+
+
+def head_logits(x: Tensor, w: Tensor, target: Target, narrow: bool) -> Tensor:
+    """float32 [R, V] with the bits that ``run_head`` compares."""
+    out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)
+    run_head(dense(x), w, target, narrow=narrow, rows=x.shape[0], store=out)
+    return out
+
+
+def _specs() -> list[Spec]:
+    """The Flash head at every row tile, the walk of rank 256, and stored logits."""
+    counts = ("rows", "row_tiles", "base_stride", "out_stride", "tiles")
+    arrays = {"x": "*bf16", "w": "*bf16", "base": "*fp32", "previous": "*i64", "out": "*fp32"}
+    signature = {**arrays, **KEY, **PARTS, **dict.fromkeys(counts, "i32")}
+    amd = {"num_stages": 2, "matrix_instr_nonkdim": 16}
+
+    def spec(name: str, tile: int, k: int, walk: bool, store: bool, pick: bool) -> Spec:
+        shape = {"VOCAB": 129280, "K": k, "TILE_V": TILE_V, "TILE_R": tile, "TILE_K": TILE_K}
+        flags = {"NARROW": True, "GATHER": walk, "BASE": walk, "STORE": store, "PICK": pick}
+        constants = {**shape, **flags, "REJECTION": False, "CHUNK": CHUNK}
+        types = {**signature, "x": "*fp32"} if walk else signature
+        return Spec(
+            name,
+            head_rows,
+            types,
+            constants,
+            {"num_warps": 8, "num_stages": 4},
+            overrides={"gfx950": amd, "gfx942": amd},
+        )
+
+    out = [spec(f"head_sample_{t}", t, 4096, False, False, True) for t in ROW_TILES]
+    out += [spec(f"walk_{t}", t, 256, True, False, True) for t in ROW_TILES]
+    return [
+        *out,
+        spec("logits_64", 64, 4096, False, True, False),
+        spec("logits_16", 16, 4096, False, True, False),
+    ]
+
+
+KERNELS = _specs()

@@ -1,0 +1,62 @@
+"""Helpers around kernel launches.
+
+House rules for every kernel here:
+- decorate with ``@kernel("rows", ...)``, naming the integers that vary from step to
+  step: Triton otherwise compiles another variant for 1 and for multiples of 16,
+  and a row's bits must not depend on them;
+- tiles, splits, warps and stages are constants of the weight shape or the
+  geometry, never of the row count; no ``autotune``;
+- load, widen to float32 at once, reduce in float32, clamp before an FP8 cast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # read when a kernel is decorated
+
+if INTERPRETED:
+    from firesteel.ops.triton import interpret
+
+    interpret.install()
+
+
+def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` that does not specialise the integers named in ``varying``."""
+
+    def wrap(fn: Callable[..., Any]) -> Any:
+        return triton.jit(fn, do_not_specialize=list(varying))
+
+    return wrap
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+def pow2(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor with its elements in order."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def aligned_lines(lines: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised [lines, width] whose lines all start at 16 bytes: Triton compiles another variant otherwise."""
+    step = max(1, 16 // dtype.itemsize)
+    return torch.empty(lines, -(-width // step) * step, dtype=dtype, device=device)[:, :width]
+
+
+def empty_like_rows(x: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor on the device of ``x``."""
+    return torch.empty(shape, dtype=dtype, device=x.device)

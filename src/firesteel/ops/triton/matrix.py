@@ -1,0 +1,253 @@
+"""Weights in their formats, and the ops that multiply by them.
+
+Official numerics on a device: FP8 linears as e4m3 by e4m3, FP4 experts as e2m1 by e4m3 (block-scaled
+instructions where the target has them, else unpacked to e4m3 in registers), all else as bfloat16.
+float32 numerics dequantise in registers and multiply in IEEE float32: exact rather than quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firesteel.checkpoint.codecs import QTensor
+from firesteel.ops.reference.linear import is_quantised
+from firesteel.ops.reference.tail import ReferenceOps
+from firesteel.ops.triton import fp4, linear, moe, route
+from firesteel.ops.triton.launch import cdiv, dense
+from firesteel.ops.triton.linear import GROUP, Scratch, Weight
+from firesteel.ops.triton.moe import Arithmetic, Grouped
+from firesteel.ops.triton.target import Target
+from firesteel.ops.types import Experts, Linear, Router
+
+
+class FormatError(ValueError):
+    """A weight that these kernels cannot hold; the message says which."""
+
+
+@dataclass
+class Fp4Weight:
+    """An FP4 weight [n, k] as blocks of a single "expert"."""
+
+    blocks: Grouped
+    n: int
+    k: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.blocks.nbytes
+
+
+def round_up(n: int) -> int:
+    """n in whole blocks of 128."""
+    return cdiv(n, GROUP) * GROUP
+
+
+class MatrixOps(ReferenceOps):
+    """Linears, router and experts as Triton kernels."""
+
+    device: torch.device
+    target: Target
+    store: torch.dtype
+    scratch: Scratch
+
+    # ---- weights ----------------------------------------------------------------
+    def linear_weight(self, weight: QTensor) -> Linear:
+        return self.stacked_weight([weight])
+
+    def stacked_weight(self, weights: Sequence[QTensor]) -> Linear:
+        formats = {w.format for w in weights}
+        n, k = sum(w.shape[0] for w in weights), weights[0].shape[1]
+        data: Weight | Fp4Weight
+        if formats == {"fp8"}:
+            data = linear.fp8_parts(weights, self.device, self.target)
+        elif formats == {"fp4"}:
+            data = Fp4Weight(self._blocks([weights]), n, k)
+        elif formats <= {"bf16", "f32"}:
+            data = linear.dense_parts(weights, self.device)
+        else:
+            raise FormatError(
+                f"one input's weights must share a format to be stacked, found {sorted(formats)}"
+            )
+        return Linear(data, n, k, is_quantised(weights[0]))
+
+    def expert_weights(self, w1: Sequence[QTensor], w2: Sequence[QTensor], w3: Sequence[QTensor]) -> Experts:
+        w13 = self._grouped([(a, b) for a, b in zip(w1, w3, strict=True)])
+        return Experts(w13, self._grouped([(w,) for w in w2]), len(w1), w1[0].shape[0], is_quantised(w1[0]))
+
+    def _grouped(self, experts: Sequence[Sequence[QTensor]]) -> Grouped:
+        """One product of all experts; each part is padded to whole blocks of 128 outputs."""
+        if experts[0][0].format == "fp4":
+            return self._blocks(experts)
+        kind, (_, k) = experts[0][0].format, experts[0][0].shape
+        if kind == "fp8":
+            made = [[linear.fp8_parts([w], self.device, self.target) for w in parts] for parts in experts]
+            scale = torch.cat([w.scale for parts in made for w in parts if w.scale is not None])
+        else:
+            made = [[linear.dense_parts([w], self.device) for w in parts] for parts in experts]
+            scale = self.scratch.arrived
+        padded = [self._pad(w.data) for parts in made for w in parts]
+        m = sum(p.shape[0] for p in padded) // len(experts)
+        return Grouped("rows", torch.cat(padded), scale, m, round_up(k))
+
+    def _pad(self, data: Tensor) -> Tensor:
+        n, k = data.shape
+        if n % GROUP == 0 and k % GROUP == 0:
+            return data
+        out = torch.zeros(round_up(n), round_up(k), dtype=torch.float32, device=data.device)
+        out[:n, :k] = data.to(torch.float32)
+        return out.to(data.dtype)
+
+    def _blocks(self, experts: Sequence[Sequence[QTensor]]) -> Grouped:
+        """FP4 blocks of all experts; the big buffers are filled one part at a time."""
+        pairs = self.target.scaled_mma and self.numerics.official
+        layout, k = ("pairs" if pairs else "planes"), round_up(experts[0][0].shape[1])
+        lines = [cdiv(w.shape[0], GROUP) for w in experts[0]]
+        total, blocks = sum(lines) * len(experts), k // GROUP
+        shape = (GROUP, 64) if pairs else (2, GROUP, 32)
+        data = torch.empty(total, blocks, *shape, dtype=torch.uint8, device=self.device)
+        scale = torch.empty(total, blocks, GROUP, dtype=torch.int32, device=self.device)
+        at = 0
+        for parts in experts:
+            for w, n in zip(parts, lines, strict=True):
+                assert w.scale is not None and w.shape[0] <= n * GROUP, "experts of one shape"
+                data[at : at + n], scale[at : at + n] = fp4.pack_blocks(
+                    w.data.to(self.device),
+                    w.scale.to(self.device),
+                    pairs=pairs,
+                    unsigned_zero=self.target.fnuz,
+                )
+                at += n
+        return Grouped(layout, data, scale, sum(lines) * GROUP, k)
+
+    # ---- one product ----------------------------------------------------------------
+    def linear(self, x: Tensor, w: Linear) -> Tensor:
+        official = self.numerics.official
+        if isinstance(w.data, Fp4Weight):
+            return self._fp4_linear(x, w.data, quantise=official, dtype=self.store)
+        if official and w.quantised:
+            q, scale = linear.quantised(x, round_up(w.k), self.target.fp8)
+            return linear.product(q, scale, w.data, "fp8", self.store, self.scratch, self.target)
+        return self._plain(x, w, self.store)
+
+    def linear_f32(self, x: Tensor, w: Linear) -> Tensor:
+        if isinstance(w.data, Fp4Weight):
+            return self._fp4_linear(x, w.data, quantise=False, dtype=torch.float32)
+        return self._plain(x, w, torch.float32)
+
+    def _plain(self, x: Tensor, w: Linear, dtype: torch.dtype) -> Tensor:
+        """Without quantising x; bfloat16 products in official numerics where the weight is bfloat16's."""
+        kind, x = self._values(x, w.data)
+        return linear.product(x, None, w.data, kind, dtype, self.scratch, self.target)
+
+    def _values(self, x: Tensor, w: Weight) -> tuple[str, Tensor]:
+        """(kind, x as its operand): activations of official numerics lie on the bf16 grid."""
+        x = dense(x)
+        if self.numerics.official and w.data.dtype == torch.bfloat16:
+            return "bf16", x.to(torch.bfloat16)
+        return "f32", x.to(torch.float32)
+
+    def _fp4_linear(self, x: Tensor, w: Fp4Weight, *, quantise: bool, dtype: torch.dtype) -> Tensor:
+        """As one expert that all rows go to."""
+        rows, tile = x.shape[0], 16
+        slots = cdiv(rows, tile)
+        out = torch.empty(rows, w.n, dtype=dtype, device=x.device)
+        if rows == 0:
+            return out
+        line = torch.arange(slots * tile, dtype=torch.int32, device=x.device)
+        order, owner = torch.where(line < rows, line, -1), torch.zeros_like(line[:slots])
+        padded = torch.zeros(slots * tile, w.blocks.k, dtype=torch.float32, device=x.device)
+        padded[:rows, : w.k] = x
+        how = moe.arithmetic("fp8" if quantise else "f32", self.target)
+        scale, blocks = padded, w.blocks
+        if quantise:
+            padded, scale = linear.quantise(padded, w.blocks.k, self.target.fp8)
+        elif blocks.format == "pairs":
+            raise FormatError(f"no float32 product with an FP4 weight [{w.n}, {w.k}] on {self.target.name}")
+        return moe.down(blocks, how, padded, scale, (order, owner), out, self.scratch)
+
+    def output(self, o: Tensor, wo_a: Sequence[Linear], wo_b: Linear) -> Tensor:
+        x, first = dense(o.flatten(1)), wo_a[0]
+        if len(wo_a) > 1 and first.n % linear.TILE_M == 0 and first.k % GROUP == 0:
+            whole = self._joined(wo_a)
+            kind, x = self._values(x, whole)
+            low = linear.product(
+                x, None, whole, kind, self.store, self.scratch, self.target, groups=len(wo_a)
+            )
+        else:
+            groups = x.unflatten(-1, (len(wo_a), -1))
+            low = torch.cat([self.linear(groups[:, g], w) for g, w in enumerate(wo_a)], dim=-1)
+        return self.linear(low, wo_b)
+
+    @staticmethod
+    def _joined(parts: Sequence[Linear]) -> Weight:
+        """The groups' weights as one; made at first use, the parts become views of it."""
+        head = parts[0].data
+        if head.joined is None:
+            data = torch.cat([p.data.data for p in parts])
+            for p, view in zip(parts, data.chunk(len(parts)), strict=True):
+                p.data.data = view
+            head.joined = Weight(data, None, 1)
+        return head.joined
+
+    # ---- experts --------------------------------------------------------------------
+    def route(self, x: Tensor, w: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        gate: Weight = w.gate.data
+        if self.numerics.official:
+            gate.narrow()
+        logits = self._plain(x, w.gate, torch.float32)
+        return route.route(logits, w.bias, w.table, tokens, w.top_k, w.scale)
+
+    def moe(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        experts: Experts,
+        shared: Sequence[tuple[Linear, Linear]],
+        limit: float,
+    ) -> Tensor:
+        rows, top = ids.shape
+        if rows == 0:
+            return torch.empty(0, x.shape[1], dtype=self.store, device=x.device)
+        w13: Grouped = experts.w13
+        w2: Grouped = experts.w2
+        official = self.numerics.official
+        quantised = official and experts.quantised
+        how = self._expert_arithmetic(w13, quantised)
+        if quantised:
+            xq, xs = linear.quantised(x, w13.k, self.target.fp8)
+        else:
+            xq = torch.nn.functional.pad(dense(x), (0, w13.k - x.shape[1]))
+            xq = dense(xq.to(torch.bfloat16 if how.kind == "bf16" else torch.float32))
+            xs = xq  # not read
+        tiles = moe.plan(dense(ids), experts.count, moe.tile_of(rows, top, experts.count))
+        h, hs = moe.up(
+            w13,
+            how,
+            xq,
+            xs,
+            dense(weights),
+            tiles,
+            top,
+            limit,
+            self.scratch,
+            official=official,
+            round_h=quantised,
+        )
+        parts = torch.empty(rows * top, x.shape[1], dtype=self.store, device=x.device)
+        moe.down(w2, how, h, hs, tiles, parts, self.scratch)
+        return moe.combine(parts, [self._shared(x, *pair, limit) for pair in shared], rows, self.store)
+
+    def _expert_arithmetic(self, w: Grouped, quantised: bool) -> Arithmetic:
+        if quantised:
+            return moe.arithmetic("fp8", self.target)
+        narrow = self.numerics.official and w.data.dtype == torch.bfloat16
+        return moe.arithmetic("bf16" if narrow else "f32", self.target)
+
+    def _shared(self, x: Tensor, w13: Linear, w2: Linear, limit: float) -> Tensor:
+        return self.linear(moe.apply_swiglu(self.linear(x, w13), limit), w2)

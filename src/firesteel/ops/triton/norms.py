@@ -1,0 +1,343 @@
+"""Norms, rotated queries, stored K=V rows, embeddings and rings: one program per row or piece of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from firesteel.core import RowBatch
+from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
+from firesteel.ops.triton.rounding import e4m3_groups, on_grid, rotation
+from firesteel.ops.triton.spec import Spec
+from firesteel.ops.types import Norm, PassContext
+
+KV_GROUP = 64  # dims per stored scale
+HEAD_TILE = 4096  # values of the heads that one program of ``query`` turns
+COPY_TILE = 1024
+
+
+def types(**names: str) -> dict[str, str]:
+    """A ``Spec`` signature: names of arguments by kind, as in ``types(bf16="x_ptr out_ptr", int="rows")``."""
+    kinds = {"bf16": "*bf16", "f32": "*fp32", "i64": "*i64", "bool": "*i1", "int": "i32", "float": "fp32"}
+    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
+
+
+def warps(values: int) -> int:
+    """Warps for a program that holds so many values: about 16 per thread."""
+    return min(8, max(1, values // 512))
+
+
+@kernel()
+def norm_rows(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < N
+    x = tl.load(x_ptr + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x) / N + eps)
+    if WEIGHTED:
+        y = y * tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + lane, on_grid(y, OFFICIAL).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm(x: Tensor, weight: Norm, store: torch.dtype, official: bool) -> Tensor:
+    """RMS norm of x [R, n] over its last dim, in ``store``."""
+    rows, n = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty(rows, n, dtype=store, device=x.device)
+    block, w = pow2(n), weight.weight
+    if rows:
+        norm_rows[(rows,)](
+            x,
+            x if w is None else dense(w),
+            out,
+            x.stride(0),
+            weight.eps,
+            n,
+            block,
+            w is not None,
+            official,
+            num_warps=warps(block),
+        )
+    return out
+
+
+@kernel()
+def turn_heads(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    lane = tl.arange(0, BD)
+    flat: tl.constexpr = D - 2 * HALF
+    at = row * H * D + head[:, None] * D
+    inside = (head < H)[:, None] & (lane < D)[None, :]
+    x = tl.load(x_ptr + at + lane[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+    partner = tl.load(x_ptr + at + (lane ^ 1)[None, :], mask=inside & (lane >= flat)[None, :], other=0.0).to(
+        tl.float32
+    )
+    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, lane, flat, D)
+    y = on_grid(x * scale, OFFICIAL) * cos[None, :] + on_grid(partner * scale, OFFICIAL) * sin[None, :]
+    tl.store(out_ptr + at + lane[None, :], on_grid(y, OFFICIAL).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def query(
+    q: Tensor, heads: int, eps: float, angles: tuple[Tensor, Tensor], store: torch.dtype, official: bool
+) -> Tensor:
+    """q [R, H*d] as heads [R, H, d]: unweighted norm and rotation by ``angles`` [R, rd/2]."""
+    rows, d = q.shape[0], q.shape[1] // heads
+    out = torch.empty(rows, heads, d, dtype=store, device=q.device)
+    bd = pow2(d)
+    bh = max(1, min(pow2(heads), HEAD_TILE // bd))
+    cos, sin = angles
+    if rows:
+        turn_heads[(rows, cdiv(heads, bh))](
+            dense(q), cos, sin, out, eps, heads, d, cos.shape[1], bh, bd, official, num_warps=warps(bh * bd)
+        )
+    return out
+
+
+@kernel()
+def stored_rows(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BD: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BD)
+    flat: tl.constexpr = D - 2 * HALF
+    inside = lane < D
+    x = tl.load(x_ptr + row * D + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / D + eps)
+    turned = inside & (lane >= flat)
+    partner = tl.load(x_ptr + row * D + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    weight2 = tl.load(weight_ptr + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
+    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, lane, flat, D)
+    y = on_grid(x * scale * weight, OFFICIAL) * cos + on_grid(partner * scale * weight2, OFFICIAL) * sin
+    y = on_grid(y, OFFICIAL)
+    if OFFICIAL:
+        y = tl.where(lane < flat, e4m3_groups(tl.where(lane < flat, y, 0.0), BD // GROUP, GROUP), y)
+    tl.store(out_ptr + row * D + lane, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def key_value(
+    kv: Tensor, weight: Norm, angles: tuple[Tensor, Tensor], store: torch.dtype, official: bool
+) -> Tensor:
+    """The stored form of K=V rows kv [R, d]: norm, rotation, e4m3 of the dims that do not turn."""
+    rows, d = kv.shape
+    assert weight.weight is not None, "a K=V norm has a weight"
+    out = torch.empty(rows, d, dtype=store, device=kv.device)
+    cos, sin = angles
+    bd = max(KV_GROUP, pow2(d))
+    if rows:
+        stored_rows[(rows,)](
+            dense(kv),
+            dense(weight.weight),
+            cos,
+            sin,
+            out,
+            weight.eps,
+            d,
+            cos.shape[1],
+            bd,
+            KV_GROUP,
+            official,
+            num_warps=warps(bd),
+        )
+    return out
+
+
+@kernel()
+def embed_rows(
+    table_ptr,
+    token_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < D
+    token = tl.load(token_ptr + row).to(tl.int64)
+    x = on_grid(tl.load(table_ptr + token * D + lane, mask=inside, other=0.0).to(tl.float32), OFFICIAL)
+    for s in tl.static_range(STREAMS):
+        tl.store(out_ptr + (row * STREAMS + s) * D + lane, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def embed(table: Tensor, tokens: Tensor, streams: int, store: torch.dtype, official: bool) -> Tensor:
+    """Embeddings of ``tokens`` int64 [R] in all streams: [R, streams, D]."""
+    rows, d = tokens.shape[0], table.shape[1]
+    out = torch.empty(rows, streams, d, dtype=store, device=table.device)
+    if rows:
+        block = min(COPY_TILE, pow2(d))
+        embed_rows[(rows, cdiv(d, block))](
+            dense(table), dense(tokens), out, d, streams, block, official, num_warps=warps(block)
+        )
+    return out
+
+
+@kernel()
+def mean_streams(
+    h_ptr, out_ptr, D: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr, OFFICIAL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < D
+    total = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(STREAMS):
+        total += tl.load(h_ptr + (row * STREAMS + s) * D + lane, mask=inside, other=0.0).to(tl.float32)
+    y = on_grid(total * (1.0 / STREAMS), OFFICIAL)
+    tl.store(out_ptr + row * D + lane, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def tap(h: Tensor, store: torch.dtype, official: bool) -> Tensor:
+    """Mean over the streams of h [R, hc, D]."""
+    rows, streams, d = h.shape
+    out = torch.empty(rows, d, dtype=store, device=h.device)
+    if rows:
+        block = min(COPY_TILE, pow2(d))
+        mean_streams[(rows, cdiv(d, block))](
+            dense(h), out, d, streams, block, official, num_warps=warps(block)
+        )
+    return out
+
+
+@kernel()
+def ring_rows(
+    data_ptr,
+    ring_ptr,
+    position_ptr,
+    slot_ptr,
+    last_ptr,
+    valid_ptr,
+    RING: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + row)
+    newest = tl.load(position_ptr + tl.load(last_ptr + row))
+    keep = (tl.load(valid_ptr + row) != 0) & (newest - position < RING)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (lane < N) & keep
+    x = tl.load(data_ptr + row * N + lane, mask=inside, other=0.0)
+    at = (tl.load(slot_ptr + row) * RING + position % RING) * N
+    tl.store(ring_ptr + at + lane, x.to(ring_ptr.dtype.element_ty), mask=inside)
+
+
+def store_ring(ring: Tensor, data: Tensor, rows: RowBatch) -> None:
+    """Write the last ``n`` valid rows of every group into ring [S, n, w]; data [R, w]."""
+    size, width = ring.shape[1:]
+    block = min(COPY_TILE, pow2(width))
+    assert ring.is_contiguous(), "a ring is written in place"
+    if rows.count:
+        ring_rows[(rows.count, cdiv(width, block))](
+            dense(data),
+            ring,
+            rows.positions,
+            rows.slots,
+            rows.last,
+            rows.valid,
+            size,
+            width,
+            block,
+            num_warps=warps(block),
+        )
+
+
+def angles(table: str, ctx: PassContext) -> tuple[Tensor, Tensor]:
+    """cos and sin [R, rd/2] of a table, elements in order."""
+    cos, sin = ctx.rotary[table]
+    return dense(cos), dense(sin)
+
+
+def _specs() -> list[Spec]:
+    out = []
+    for official, t in ((True, "bf16"), (False, "f32")):
+        name, o = "official" if official else "float32", {"OFFICIAL": official}
+
+        def sig(store: str, t: str = t, **other: str) -> dict[str, str]:
+            return {**types(**other), **types(**{t: store})}
+
+        turned = sig("x_ptr out_ptr", f32="cos_ptr sin_ptr", float="eps")
+        out += [
+            Spec(
+                f"norm_{name}",
+                norm_rows,
+                sig("x_ptr out_ptr", f32="weight_ptr", int="stride", float="eps"),
+                {"N": 4096, "BLOCK": 4096, "WEIGHTED": True, **o},
+                {"num_warps": 8},
+                aligned=("stride",),
+            ),
+            Spec(
+                f"query_{name}",
+                turn_heads,
+                turned,
+                {"H": 64, "D": 512, "HALF": 32, "BH": 8, "BD": 512, **o},
+                {"num_warps": 8},
+            ),
+            Spec(
+                f"key_value_{name}",
+                stored_rows,
+                {**turned, "weight_ptr": "*fp32"},
+                {"D": 512, "HALF": 32, "BD": 512, "GROUP": KV_GROUP, **o},
+                {"num_warps": 1},
+            ),
+            Spec(
+                f"embed_{name}",
+                embed_rows,
+                sig("table_ptr out_ptr", i64="token_ptr"),
+                {"D": 4096, "STREAMS": 4, "BLOCK": 1024, **o},
+                {"num_warps": 2},
+            ),
+            Spec(
+                f"tap_{name}",
+                mean_streams,
+                sig("h_ptr out_ptr"),
+                {"D": 4096, "STREAMS": 4, "BLOCK": 1024, **o},
+                {"num_warps": 2},
+            ),
+            Spec(
+                f"store_window_{name}",
+                ring_rows,
+                sig("data_ptr ring_ptr", i64="position_ptr slot_ptr last_ptr", bool="valid_ptr"),
+                {"RING": 152, "N": 512, "BLOCK": 512},
+                {"num_warps": 1},
+            ),
+        ]
+    return out
+
+
+KERNELS = _specs()

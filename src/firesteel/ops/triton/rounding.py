@@ -1,0 +1,89 @@
+"""Rounding and rotation inside kernels, in float32 registers.
+
+No narrow casts: rounding to e4m3 and e2m1 adds and subtracts a number whose last
+place is the wanted step, so that the bits are the same on every target, also on
+those without an e4m3fn conversion. The rules are those of ``ops.reference.numeric``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_FRACTION = tl.constexpr(0x600000)  # 448 = 1.75 * 2^8
+E4M3_EXPONENT = tl.constexpr(8)
+E2M1_FRACTION = tl.constexpr(0x400000)  # 6 = 1.5 * 2^2
+E2M1_EXPONENT = tl.constexpr(2)
+
+
+@triton.jit
+def on_grid(x, OFFICIAL: tl.constexpr):
+    """An activation: rounded to the bf16 grid in official numerics, kept as float32."""
+    if OFFICIAL:
+        x = x.to(tl.bfloat16).to(tl.float32)
+    return x
+
+
+@triton.jit
+def operand(x, OFFICIAL: tl.constexpr):
+    """A matrix operand: values on the bf16 grid lose nothing as bf16."""
+    if OFFICIAL:
+        x = x.to(tl.bfloat16)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def pow2_scale(amax, FRACTION: tl.constexpr, EXPONENT: tl.constexpr):
+    """(s, 1/s) with s = 2^ceil(log2(amax / top)), top = (1 + FRACTION / 2^23) * 2^EXPONENT."""
+    bits = amax.to(tl.int32, bitcast=True)
+    e = (bits >> 23) - EXPONENT
+    e = tl.where((bits & 0x7FFFFF) > FRACTION, e + 1, e)
+    return (e << 23).to(tl.float32, bitcast=True), ((254 - e) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_groups(x, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """x [GROUPS * SIZE] rounded to e4m3 with one power-of-two scale per group; NaN and inf give NaN."""
+    g = tl.reshape(x, [GROUPS, SIZE])
+    amax = tl.maximum(tl.max(tl.abs(g), axis=1), 1e-4)
+    scale, inverse = pow2_scale(amax, E4M3_FRACTION, E4M3_EXPONENT)
+    v = tl.minimum(tl.maximum(g * inverse[:, None], -448.0), 448.0)
+    power = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 steps of 2^-3; 2^-6 is the least normal
+    q = ((v + magic) - magic) * scale[:, None] + (g - g)
+    return tl.reshape(q, [GROUPS * SIZE])
+
+
+@triton.jit
+def e2m1_groups(x, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """x [GROUPS * SIZE] rounded to e2m1 with one power-of-two scale per group; NaN and inf give NaN."""
+    g = tl.reshape(x, [GROUPS, SIZE])
+    amax = tl.maximum(tl.max(tl.abs(g), axis=1), 7.052966104933725e-38)  # 6 * 2^-126
+    scale, inverse = pow2_scale(amax, E2M1_FRACTION, E2M1_EXPONENT)
+    v = tl.minimum(tl.maximum(g * inverse[:, None], -6.0), 6.0)
+    power = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    magic = tl.maximum(power, 1.0) * 6291456.0  # 1.5 * 2^23 steps of 2^-1; below 1 the step stays
+    q = ((v + magic) - magic) * scale[:, None] + (g - g)
+    return tl.reshape(q, [GROUPS * SIZE])
+
+
+@triton.jit
+def rotation(cos_ptr, sin_ptr, at, lane, flat, dim):
+    """(cos, signed sin) of each lane of a row whose dims from ``flat`` to ``dim`` turn as pairs.
+
+    ``at`` is the offset of the row's angles. A lane x with partner p (lane ^ 1) turns
+    to x * cos + p * sin; lanes that do not turn get cos 1 and sin 0.
+    """
+    turned = (lane >= flat) & (lane < dim)
+    pair = (lane - flat) // 2
+    cos = tl.load(cos_ptr + at + pair, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + at + pair, mask=turned, other=0.0)
+    return cos, tl.where(lane % 2 == 0, -sin, sin)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return 1.0 / (1.0 + tl.exp(-x))

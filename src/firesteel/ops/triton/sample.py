@@ -1,0 +1,292 @@
+"""Keyed noise and argmax: the noise of ``reference/noise.py`` on the GPU, and the two-stage choice.
+
+A first kernel leaves one (value, id) per row and vocabulary tile, ``pick``
+reduces them. Whatever produces scores (head, stored logits, the drafter's
+walk) uses the same ``perturb`` and ``tile_best``, so all forms agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from firesteel.ops.reference.noise import BELOW_ONE, DRAFT, PASS_SHIFT, TARGET
+from firesteel.ops.triton.launch import cdiv, kernel, pow2
+from firesteel.ops.triton.spec import Spec
+from firesteel.ops.types import SlotState
+
+SAMPLE_TILE = 1024  # ids per program where logits are stored
+
+MULTIPLY_A = tl.constexpr(0xD2511F53)
+MULTIPLY_B = tl.constexpr(0xCD9E8D57)
+WEYL_A = tl.constexpr(0x9E3779B9)
+WEYL_B = tl.constexpr(0xBB67AE85)
+ALMOST_ONE = tl.constexpr(BELOW_ONE)
+TARGET_STREAM = tl.constexpr(TARGET)
+DRAFT_STREAM = tl.constexpr(DRAFT)
+SHIFT = tl.constexpr(PASS_SHIFT)
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def philox(ids, position, stream, high, low, sample):  # type: ignore[no-untyped-def]
+    """First word of Philox4x32-10 (Salmon et al., 2011); uint32 operands that broadcast as rounds mix them."""
+    a = tl.full((), MULTIPLY_A, tl.uint32)
+    b = tl.full((), MULTIPLY_B, tl.uint32)
+    c0, c1, c2, c3 = ids, position, stream, high
+    k0, k1 = low, sample
+    for _ in tl.static_range(10):
+        high_a, low_a = tl.umulhi(c0, a), c0 * a
+        high_b, low_b = tl.umulhi(c2, b), c2 * b
+        c0 = high_b ^ c1 ^ k0
+        c1 = low_b
+        c2 = high_a ^ c3 ^ k1
+        c3 = low_a
+        k0 += WEYL_A
+        k1 += WEYL_B
+    return c0
+
+
+@triton.jit
+def uniform(bits):  # type: ignore[no-untyped-def]
+    """(bits + 1/2) * 2^-32 rounded to float32, below one: two exact halves, so one rounding."""
+    upper = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    lower = ((bits & 255).to(tl.int32).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return tl.minimum(upper + lower, ALMOST_ONE)
+
+
+@triton.jit
+def gumbel(bits):  # type: ignore[no-untyped-def]
+    """-log(-log1p(-v)); log1p by the quotient that is exact where 1 - v rounds."""
+    v = uniform(bits)
+    u = 1.0 - v
+    rounded = 1.0 - u
+    exponential = tl.where(rounded == 0.0, v, -tl.log(u) * (v / tl.where(rounded == 0.0, 1.0, rounded)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def row_key(slots, positions, passes, seed_lo, seed_hi, sample, temperature, at, ok, REJECTION: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """(heat, position, stream, high, low, sample) of the rows ``at``."""
+    slot = tl.load(slots + at, mask=ok, other=0)
+    place = tl.load(positions + at, mask=ok, other=0).to(tl.uint32)
+    if REJECTION:
+        stream = ((tl.load(passes + slot, mask=ok, other=0) << SHIFT) + DRAFT_STREAM).to(tl.uint32)
+    else:
+        stream = place ^ place  # TARGET_STREAM
+    high = tl.load(seed_hi + slot, mask=ok, other=0).to(tl.uint32)
+    low = tl.load(seed_lo + slot, mask=ok, other=0).to(tl.uint32)
+    index = tl.load(sample + slot, mask=ok, other=0).to(tl.uint32)
+    heat = tl.load(temperature + slot, mask=ok, other=0.0)
+    return heat, place, stream, high, low, index
+
+
+@triton.jit
+def perturb(logit, heat, ids, words):  # type: ignore[no-untyped-def]
+    """logit + heat * g with one rounding: the only place where noise meets logits."""
+    place, stream, high, low, index = words
+    noise = gumbel(philox(ids.to(tl.uint32), place, stream, high, low, index))
+    return tl.fma(noise, heat + tl.zeros_like(noise), logit)
+
+
+@triton.jit
+def tile_best(logit, score, ids, inside, AXIS: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(best score, its lowest id or -1 if a logit is NaN or +inf, second best) along ``AXIS``."""
+    broken = inside & ((logit != logit) | (logit == float("inf")))
+    odd = tl.max(broken.to(tl.int32), axis=AXIS)
+    usable = inside & (score == score)
+    score = tl.where(usable, score, float("-inf"))
+    best = tl.max(score, axis=AXIS)
+    found = tl.where(score == tl.expand_dims(best, AXIS), ids, NO_ID)
+    chosen = tl.min(found, axis=AXIS)
+    if SECOND:
+        rest = tl.where(ids == tl.expand_dims(chosen, AXIS), float("-inf"), score)
+        second = tl.max(rest, axis=AXIS)
+    else:
+        second = best
+    return best, tl.where(odd > 0, -1, chosen), second
+
+
+@kernel("vocab", "stride", "tiles")
+def sample_tiles(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    positions,
+    passes,
+    seed_lo,
+    seed_hi,
+    sample,
+    temperature,
+    values,
+    chosen,
+    seconds,
+    vocab,
+    stride,
+    tiles,
+    TILE: tl.constexpr,
+    SECOND: tl.constexpr,
+    REJECTION: tl.constexpr,
+):
+    """One row and one vocabulary tile of stored logits."""
+    row = tl.program_id(1)
+    tile = tl.program_id(0)
+    one = tl.zeros((1,), tl.int32) + row
+    key = row_key(slots, positions, passes, seed_lo, seed_hi, sample, temperature, one, one >= 0, REJECTION)
+    heat, place, stream, high, low, index = key
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < vocab
+    logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=inside, other=float("-inf"))
+    score = logit
+    if tl.max(heat, axis=0) > 0.0:  # T = 0: the noise is multiplied by 0
+        score = perturb(logit, heat, ids, (place, stream, high, low, index))
+    best, found, second = tile_best(logit, score, ids, inside, 0, SECOND)
+    out = row * tiles + tile
+    tl.store(values + out, best)
+    tl.store(chosen + out, found)
+    if SECOND:
+        tl.store(seconds + out, second)
+
+
+@kernel("tiles", "limit")
+def pick(  # type: ignore[no-untyped-def]
+    values,
+    chosen,
+    seconds,
+    slots,
+    positions,
+    temperature,
+    tokens,
+    finite,
+    margins,
+    history,
+    tiles,
+    limit,
+    TILES: tl.constexpr,
+    SECOND: tl.constexpr,
+    HISTORY: tl.constexpr,
+):
+    """Reduce a row's tiles: the token, whether its logits were sound, and the margin to the second best."""
+    row = tl.program_id(0)
+    at = tl.arange(0, TILES)
+    inside = at < tiles
+    value = tl.load(values + row * tiles + at, mask=inside, other=float("-inf"))
+    found = tl.load(chosen + row * tiles + at, mask=inside, other=NO_ID)
+    best = tl.max(value, axis=0)
+    odd = tl.min(found, axis=0) < 0
+    token = tl.min(tl.where((value == best) & (found >= 0), found, NO_ID), axis=0)
+    token = tl.where(token == NO_ID, 0, token)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(finite + row, ((best > float("-inf")) & (odd == 0)).to(tl.int8))
+    slot = tl.load(slots + row)
+    if SECOND:
+        second = tl.load(seconds + row * tiles + at, mask=inside, other=float("-inf"))
+        next_best = tl.max(tl.where(found == token, second, value), axis=0)
+        heat = tl.load(temperature + slot)
+        tl.store(margins + row, (best - next_best) / tl.where(heat > 0.0, heat, 1.0))
+    if HISTORY:
+        tl.store(history + slot * limit + tl.load(positions + row), token.to(tl.int64))
+
+
+class Partials:
+    """Per-tile winners of R rows: ``values`` float32, ``ids`` int32, ``seconds`` float32, each [R, tiles]."""
+
+    def __init__(self, rows: int, tiles: int, device: torch.device, second: bool):
+        self.rows, self.tiles, self.second = rows, tiles, second
+        self.values = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+        self.ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+        self.seconds = torch.empty_like(self.values) if second else self.values
+
+    def reduce(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        state: SlotState,
+        tokens: Tensor,
+        finite: Tensor,
+        margins: Tensor | None = None,
+        history: Tensor | None = None,
+    ) -> None:
+        """Write each row's ``tokens`` [R], ``finite`` and what else is given."""
+        pick[(self.rows,)](
+            self.values,
+            self.ids,
+            self.seconds,
+            slots,
+            positions,
+            state.temperature,
+            tokens,
+            finite.view(torch.int8),
+            self.values if margins is None else margins,
+            state.history,
+            self.tiles,
+            state.history.shape[1],
+            TILES=pow2(self.tiles),
+            SECOND=margins is not None,
+            HISTORY=history is not None,
+            num_warps=4,
+        )
+
+
+def seeds(state: SlotState) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The noise key's fields as the kernels take them."""
+    return state.passes, state.seed_lo, state.seed_hi, state.sample, state.temperature
+
+
+def score_stored(
+    logits: Tensor, slots: Tensor, positions: Tensor, state: SlotState, *, second: bool, rejection: bool
+) -> Partials:
+    """Tile winners of stored logits [R, V] (rows may lie apart)."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1, "a row's logits lie one after another"
+    parts = Partials(rows, cdiv(vocab, SAMPLE_TILE), logits.device, second)
+    sample_tiles[(parts.tiles, rows)](
+        logits,
+        slots,
+        positions,
+        *seeds(state),
+        parts.values,
+        parts.ids,
+        parts.seconds,
+        vocab,
+        logits.stride(0),
+        parts.tiles,
+        TILE=SAMPLE_TILE,
+        SECOND=second,
+        REJECTION=rejection,
+        num_warps=4,
+    )
+    return parts
+
+
+KEY: dict[str, str] = {
+    **dict.fromkeys(("slots", "positions", "passes", "seed_lo", "seed_hi", "sample"), "*i64"),
+    "temperature": "*fp32",
+}
+PARTS: dict[str, str] = {"values": "*fp32", "chosen": "*i32", "seconds": "*fp32"}
+
+
+def _specs() -> list[Spec]:
+    score: dict[str, Any] = {
+        "logits": "*fp32",
+        **KEY,
+        **PARTS,
+        **dict.fromkeys(("vocab", "stride", "tiles"), "i32"),
+    }
+    outputs = {"tokens": "*i64", "finite": "*i8", "margins": "*fp32", "history": "*i64"}
+    own = {k: KEY[k] for k in ("slots", "positions", "temperature")}
+    counts = dict.fromkeys(("tiles", "limit"), "i32")
+    chosen = {**PARTS, **own, **outputs, **counts}
+    out = []
+    for second in (False, True):
+        flags = {"TILE": SAMPLE_TILE, "SECOND": second, "REJECTION": second}
+        out.append(Spec(f"sample_tiles{'_margin' * second}", sample_tiles, score, flags, {"num_warps": 4}))
+        flags = {"TILES": 1024, "SECOND": second, "HISTORY": second}
+        out.append(Spec(f"pick{'_margin' * second}", pick, chosen, flags, {"num_warps": 4}))
+    return out
+
+
+KERNELS = _specs()

@@ -1,0 +1,117 @@
+"""Attention and everything between the matrices (norms, streams, compressors, indexer)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from firesteel.ops.reference.tail import ReferenceOps
+from firesteel.ops.triton import attention, compress, hyper, indexer, norms
+from firesteel.ops.triton.target import Target
+from firesteel.ops.types import Compressor, CompressorMemory, Hyper, HyperHead, Linear, Norm, PassContext
+
+
+def f32_weight(w: Linear) -> Tensor:
+    """The float32 [N, K] data of an unquantised weight."""
+    data = getattr(w.data, "data", w.data)
+    assert isinstance(data, Tensor) and data.dtype == torch.float32, "stream coefficients are float32"
+    return data
+
+
+class SparseOps(ReferenceOps):
+    """Ops between the matrices as Triton kernels."""
+
+    device: torch.device
+    target: Target
+    store: torch.dtype
+
+    @property
+    def cache(self) -> torch.dtype:  # type: ignore[override]
+        """K=V rows and entries lie on the bf16 grid in official numerics."""
+        return self.store
+
+    @property
+    def _official(self) -> bool:
+        return self.numerics.official
+
+    def embed(self, table: Tensor, tokens: Tensor, streams: int) -> Tensor:
+        return norms.embed(table, tokens, streams, self.store, self._official)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norms.norm(x, norm, self.store, self._official)
+
+    def tap(self, h: Tensor) -> Tensor:
+        return norms.tap(h, self.store, self._official)
+
+    def hyper_pre(self, h: Tensor, w: Hyper, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        fn = f32_weight(w.fn)
+        return hyper.pre(h, fn, w.base, w.scale, w.iters, w.eps, w.rms_eps, norm, self.store, self._official)
+
+    def hyper_post(self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return hyper.post(f, h, post, comb, self.store, self._official)
+
+    def hyper_head(self, h: Tensor, w: HyperHead, norm: Norm) -> tuple[Tensor, Tensor]:
+        fn = f32_weight(w.fn)
+        return hyper.head(h, fn, w.base, w.scale, w.eps, w.rms_eps, norm, self.store, self._official)
+
+    def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
+        return norms.query(q, heads, eps, norms.angles(table, ctx), self.store, self._official)
+
+    def key_value(self, kv: Tensor, norm: Norm, table: str, ctx: PassContext) -> Tensor:
+        return norms.key_value(kv, norm, norms.angles(table, ctx), self.store, self._official)
+
+    def compress(self, x: Tensor, w: Compressor, memory: CompressorMemory, ctx: PassContext) -> None:
+        compress.compress(self.linear_f32(x, w.project), w, memory, ctx, self._official)
+
+    def index_select(
+        self,
+        q: Tensor,
+        head_weights: Tensor,
+        keys: Tensor,
+        ratio: int,
+        top_k: int,
+        rope_dim: int,
+        table: str,
+        ctx: PassContext,
+    ) -> Tensor:
+        return indexer.index_select(q, head_weights, keys, ratio, top_k, table, ctx, self._official)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        window: Tensor,
+        span: int,
+        sinks: Tensor,
+        entries: Tensor | None,
+        ratio: int,
+        selection: Tensor | None,
+        table: str,
+        ctx: PassContext,
+    ) -> Tensor:
+        return attention.attention(
+            q,
+            kv,
+            window,
+            span,
+            sinks,
+            entries,
+            ratio,
+            selection,
+            table,
+            ctx,
+            self.store,
+            self._official,
+            self.target,
+        )
+
+    def block_attention(
+        self, q: Tensor, kv: Tensor, window: Tensor, span: int, sinks: Tensor, table: str, ctx: PassContext
+    ) -> Tensor:
+        assert ctx.block > 0, "a drafting pass states its block width"
+        return attention.attention(
+            q, kv, window, span, sinks, None, 0, None, table, ctx, self.store, self._official, self.target
+        )
+
+    def store_window(self, window: Tensor, kv: Tensor, ctx: PassContext) -> None:
+        norms.store_ring(window, kv, ctx.rows)

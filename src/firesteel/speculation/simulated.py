@@ -1,0 +1,124 @@
+"""Acceptance that is drawn instead of computed: scheduling benchmarks on weights without a trained drafter.
+
+Everything runs as always, and then the chosen tokens are replaced. The token
+at position p of a request is y(p), a function of its key and p alone, so all
+arms write the same (meaningless) text. A draft for p at depth j of its block
+is y(p) if u(p) < rate_j and another token otherwise, u(p) drawn from the same
+key: arms that draft the same position are paired, and given that all before
+it were accepted, a draft is accepted with probability rate_j.
+
+The drafter's signals follow the outcome A, again by position. A score
+s ~ N(+d/2 or -d/2, 1) has the log-likelihood ratio d * s and an AUC of
+Phi(d / sqrt 2). Two independent ones, for the head and for the margin:
+
+    head   = logit(rate_j) + d_h * s_h        log1p(margin) = CENTRE + WIDTH * s_m
+
+so sigmoid(head) is calibrated as it stands, and so is the logistic model of
+``speculation.survival`` with the coefficients of ``coefficients``.
+All of it is torch ops on the device of the state, without a host value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from firesteel.config import SimulatedAcceptance
+from firesteel.ops.reference import noise
+from firesteel.ops.types import Proposal, SlotState
+from firesteel.speculation.survival import CLASSES, Coefficients
+
+STREAM = 5  # behind those of ops.reference.noise
+TOKEN, ACCEPT, HEAD, MARGIN, EASE = range(5)  # the "token id" words of one position
+CENTRE, WIDTH = 1.2, 0.45  # where log1p(margin) lies
+EDGE = 1e-6  # rates of 0 and 1 keep finite log-odds
+
+
+def separation(auc: float) -> float:
+    """d of two unit normals whose AUC is ``auc``."""
+    return math.sqrt(2.0) * float(torch.special.ndtri(torch.tensor(auc, dtype=torch.float64)))
+
+
+def coefficients(
+    simulated: SimulatedAcceptance, depths: int, uses_head: bool = True, uses_margin: bool = True
+) -> Coefficients:
+    """The survival model that is exactly right for these draws (without the head: at spread 0 and no trace)."""
+    slope = separation(simulated.margin_auc) / WIDTH if uses_margin else 0.0
+    rates = np.clip(np.array(simulated.rates, dtype=np.float64), EDGE, 1 - EDGE)
+    known = np.log(rates / (1 - rates))[np.minimum(np.arange(depths), len(rates) - 1)]
+    depth = (0.0 if uses_head else known) - slope * CENTRE
+    return Coefficients(
+        depth=np.tile(np.broadcast_to(depth, (depths,)), (CLASSES, 1)),
+        head=np.full(CLASSES, 1.0 if uses_head else 0.0),
+        margin=np.full(CLASSES, slope),
+        uses_head=uses_head,
+        uses_margin=uses_margin,
+        usual=_usual(simulated, depths),
+    )
+
+
+def _usual(simulated: SimulatedAcceptance, depths: int) -> tuple[float, ...]:
+    """Mean conditional acceptance by depth."""
+    rows = simulated.trace or (simulated.rates,)
+    return tuple(sum(r[min(j, len(r) - 1)] for r in rows) / len(rows) for j in range(depths))
+
+
+class Simulator:
+    """Draws tokens, drafts and signals for the slots of one engine.
+
+    ``vocab_size`` V >= 2; tensors live on ``device``.
+    """
+
+    def __init__(self, simulated: SimulatedAcceptance, depths: int, vocab_size: int, device: torch.device):
+        assert vocab_size >= 2, "a wrong draft needs another token"
+        self.vocab_size, self.spread = vocab_size, simulated.spread
+        rows = simulated.trace or (simulated.rates,)
+        table = [[row[min(j, len(row) - 1)] for j in range(depths)] for row in rows]
+        rates = torch.tensor(table, dtype=torch.float64, device=device)
+        self.odds = torch.logit(rates, eps=EDGE)  # [n, K]
+        self.head_gap, self.margin_gap = separation(simulated.head_auc), separation(simulated.margin_auc)
+        self._words = torch.arange(5, device=device)
+
+    def tokens(self, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
+        """y(p) int64 [R] for the tokens sampled at ``positions`` [R]."""
+        word = noise.words(self._words[:1], positions, slots, state, STREAM)[:, 0]
+        return word % self.vocab_size
+
+    def proposal(self, real: Proposal, slots: Tensor, state: SlotState) -> Proposal:
+        """The drawn drafts, margins and confidences in place of the ``real`` ones, same shapes."""
+        groups, width = real.tokens.shape
+        depth = torch.arange(width, device=slots.device)
+        position = (state.cursor[slots].unsqueeze(-1) + 1 + depth).flatten()
+        owner = slots.unsqueeze(-1).expand(-1, width).flatten()
+        words = noise.words(self._words, position, owner, state, STREAM)
+        u = noise.uniform(words).to(torch.float64)
+        token = words[:, TOKEN] % self.vocab_size
+        odds = self._odds(slots, position.view(groups, width), state).flatten()
+        accepted = u[:, ACCEPT] < torch.sigmoid(odds)
+        draft = torch.where(accepted, token, (token + 1) % self.vocab_size)
+        sign = torch.where(accepted, 0.5, -0.5).to(torch.float64)
+        normal = torch.special.ndtri(u[:, HEAD : MARGIN + 1])
+        head = odds + self.head_gap * (sign * self.head_gap + normal[:, 0])
+        margin = torch.expm1((CENTRE + WIDTH * (sign * self.margin_gap + normal[:, 1])).clamp(0.0, 3.9))
+        shape = (groups, width)
+        return replace(
+            real,
+            tokens=draft.view(shape),
+            margin=margin.to(torch.float32).view(shape),
+            confidence=None if real.confidence is None else head.to(torch.float32).view(shape),
+        )
+
+    def _odds(self, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
+        """Log-odds [G, K] of the rates that hold for these requests and positions."""
+        row = (positions + state.seed_lo[slots].unsqueeze(-1)) % self.odds.shape[0]
+        odds = self.odds[row, torch.arange(positions.shape[1], device=slots.device)]
+        if self.spread:
+            ease = noise.uniform(
+                noise.words(self._words[EASE:], torch.zeros_like(slots), slots, state, STREAM)
+            )
+            odds = odds + self.spread * torch.special.ndtri(ease.to(torch.float64))
+        return odds

@@ -1,0 +1,103 @@
+"""What the scheduler and its policy say to each other; plain values, so a plan can be sent to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from firesteel.core import Budget
+from firesteel.speculation.survival import Coefficients
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A running request as the policy sees it."""
+
+    request_id: int
+    ready: int  # drafts that exist and that it lets be verified
+    cap: int  # drafts it lets be verified at most
+    kind: int = 1  # temperature class: 0 greedy, 1 sampled
+    weight: float = 1.0  # what one of its tokens counts
+    floor: float = 0.0  # tokens per second it asks for; 0: none
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step runs besides drafts."""
+
+    rows: int  # prompt rows and anchors
+    sampling: float  # weighted requests that will sample
+    context: float  # mean tokens of context per row
+    room: int  # rows left for drafts
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Which requests draft at the end of the step, and how wide.
+
+    ``weights``: what a request's drafts count in the ranking on the device, if not all the same.
+    """
+
+    request_ids: frozenset[int]
+    width: int
+    reason: str
+    weights: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What a drafting pass said of one request: one value per depth."""
+
+    request_id: int
+    kind: int  # temperature class: 0 greedy, 1 sampled
+    head: tuple[float, ...]  # empty without a confidence head
+    margin: tuple[float, ...]
+    survival: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of one request's drafts in a committed step.
+
+    Drafts from the first on that a grammar forbids are left out of ``verified``:
+    that they lost says nothing of the drafter.
+    """
+
+    request_id: int
+    verified: int
+    accepted: int
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a committed step was predicted to cost and cost."""
+
+    rows: int
+    predicted_ms: float
+    measured_ms: float
+
+
+class Policy(Protocol):
+    """The scheduler's partner."""
+
+    learns: bool  # wants confidences, margins and survivals of new drafts, and ``learn`` called
+
+    def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
+        """How many drafts this step verifies."""
+
+    def drafting(self, candidates: Sequence[Candidate], load: Load) -> Drafting:
+        """Who gets new drafts at the end of this step."""
+
+    def predict(self, rows: int, context: float, drafting: Drafting) -> float:
+        """Milliseconds that a step will take, its drafting included; 0 if nobody knows."""
+
+    def calibration(self) -> Coefficients | None:
+        """New coefficients for the device, if they changed since the last call."""
+
+    def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
+        """Take what a committed step says."""
+
+    def forget(self, request_id: int) -> None:
+        """A request has ended."""

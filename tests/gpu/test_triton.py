@@ -1,0 +1,186 @@
+"""Every op of the Triton backend on a real device: what plain torch computes, and rows that do not meet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from firesteel.ops import Numerics, Ops, build
+from firesteel.ops.reference import attention as reference_attention
+from firesteel.ops.reference import linear as reference_linear
+from firesteel.ops.testing import Geometry, World, assert_close, assert_row_invariant, same_bits
+from firesteel.ops.testing_cases import ALL_CASES, Case, normal
+from firesteel.ops.types import PassContext
+
+pytest.importorskip("triton", reason="the 'gpu' extra is not installed")
+
+from firesteel.ops.triton import launch, why_not
+from firesteel.ops.triton.backend import TritonOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(launch.INTERPRETED, reason="kernels run under the interpreter in this process"),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+
+def moved(value: Any, device: torch.device, seen: dict[int, tuple[Tensor, Tensor]]) -> Any:
+    """``value`` with every tensor inside on the device; ``seen`` remembers the copies by origin."""
+    if isinstance(value, Tensor):
+        if value.device == device:
+            return value
+        if id(value) not in seen:
+            seen[id(value)] = (value, value.to(device))
+        return seen[id(value)][1]
+    if isinstance(value, PassContext):  # made by the backend: on the device already
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: moved(getattr(value, f.name), device, seen) for f in fields(value) if f.init}
+        return type(value)(**parts)
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(v, device, seen) for v in value)
+    if isinstance(value, dict):
+        return {k: moved(v, device, seen) for k, v in value.items()}
+    return value
+
+
+class OnDevice:
+    """A backend called with CPU tensors: arguments go over, results and what was written in place come back."""
+
+    def __init__(self, ops: Ops):
+        self.ops, self.numerics = ops, ops.numerics
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name)
+        if name.endswith(("_weight", "_weights")):
+            return op
+        device = torch.device("cuda", torch.cuda.current_device())
+
+        def call(*args: Any, **named: Any) -> Any:
+            seen: dict[int, tuple[Tensor, Tensor]] = {}
+            out = op(*moved(args, device, seen), **moved(named, device, seen))
+            for origin, copy in seen.values():
+                if not same_bits(origin, copy.cpu()):
+                    origin.copy_(copy)
+            if isinstance(out, Tensor):
+                return out.cpu()
+            if is_dataclass(out) and not isinstance(out, PassContext):
+                back = {f.name: getattr(out, f.name) for f in fields(out)}
+                return type(out)(**{k: v.cpu() if isinstance(v, Tensor) else v for k, v in back.items()})
+            return tuple(v.cpu() for v in out) if isinstance(out, tuple) else out
+
+        return call
+
+
+# probabilities are rounded to bf16 relative to the largest score so far, which depends on the width of a tile
+FLIPS = 0.2
+BACKENDS: dict[bool, Any] = {}
+
+
+@pytest.fixture(params=(True, False), ids=("official", "float32"))
+def ops(request: pytest.FixtureRequest) -> Any:
+    official = bool(request.param)
+    if official not in BACKENDS:
+        BACKENDS[official] = OnDevice(TritonOps(Numerics(official)))
+    return BACKENDS[official]
+
+
+def as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def in_double(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
+    """The oracle with products summed in float64."""
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_linear, "matmul_rows", lambda x, w: (x.double() @ w.double().T).float())
+        patch.setattr(reference_attention, "bmm_rows", lambda a, b: torch.bmm(a.double(), b.double()).float())
+        return run()
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_computes_what_reference_does(name: str, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, oracle = ALL_CASES[name], build("reference", ops.numerics)
+    rng = random.Random(5)
+    rows = case.world.batch(64, rng) if case.world else case.rows
+    compare(case, ops, oracle, rows, monkeypatch)
+
+
+def compare(case: Case, ops: Any, oracle: Ops, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    got, want = as_tuple(case.run(ops, rows)), as_tuple(case.run(oracle, rows))
+    exact = as_tuple(in_double(monkeypatch, lambda: case.run(oracle, rows)))
+    real = torch.tensor([row is not None for row in rows])
+    for i, (g, w, e) in enumerate(zip(got, want, exact, strict=True)):
+        g, w, e = g[real], w[real], e[real]
+        if case.exact:
+            assert same_bits(g, w)
+        elif i in case.ids:
+            differ = (g != w).reshape(len(g), -1).any(-1)
+            assert float(differ.double().mean()) <= 0.03, f"{int(differ.sum())} rows"
+        else:
+            assert_close(
+                g, w, e, grid=ops.numerics.official, flips=FLIPS if "attention" in case.name else 0.03
+            )
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_rows_are_invariant(name: str, ops: Any) -> None:
+    case = ALL_CASES[name]
+    batches = case.world.batch if case.world else None
+    sizes = (2, 3, 5, 7, 8, 9, 16, 17, 33, 64)
+    assert_row_invariant(
+        lambda r: case.run(ops, r), lambda r: r, case.rows, batches=batches, sizes=sizes, alone=20
+    )
+
+
+# ---- real widths --------------------------------------------------------------------
+FLASH = {
+    "csa": Geometry(
+        heads=64,
+        dim=512,
+        rope=64,
+        span=128,
+        ring=152,
+        ratio=4,
+        length=4400,
+        slots=2,
+        index_heads=64,
+        index_dim=128,
+    ),
+    "hca": Geometry(heads=64, dim=512, rope=64, span=128, ring=152, ratio=128, length=700, slots=3),
+}
+
+
+def attention_case(key: str) -> Case:
+    g = FLASH[key]
+    world, sinks, rng = World(g), normal(g.heads), random.Random(0)
+
+    def run(ops: Ops, rows: list[Any]) -> Tensor:
+        ctx, pick = world.context(ops, rows), world.pick
+        pages = world.paged(world.entries, rows, after=True)
+        chosen = world.chosen(rng, rows, 512) if key == "csa" else None
+        ring, q, kv = world.ring(world.kv, g.ring, rows), pick(world.q, rows), pick(world.kv, rows)
+        return ops.attention(q, kv, ring, g.span, sinks, pages, g.ratio, chosen, "compress", ctx)
+
+    return Case(f"attention-{key}", run, [(s, p) for s in range(g.slots) for p in range(g.length)], world)
+
+
+@pytest.mark.parametrize("key", FLASH)
+def test_attention_at_real_widths(key: str, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = attention_case(key)
+    assert case.world is not None
+    rows = case.world.batch(40, random.Random(3))
+    compare(case, ops, build("reference", ops.numerics), rows, monkeypatch)
+    assert_row_invariant(
+        lambda r: case.run(ops, r),
+        lambda r: r,
+        case.rows,
+        batches=case.world.batch,
+        sizes=(3, 17, 64, 200),
+        alone=8,
+    )
