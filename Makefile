@@ -22,9 +22,10 @@ help: ## list the targets
 demo: $(BASE) ## a word problem, code and prose on the bundled model
 	@$(BIN)/firesteel demo
 
+WORKERS ?= 2
 test: export OMP_NUM_THREADS := 1
-test: $(DEV) ## all tests that need no accelerator
-	@$(BIN)/python -m pytest -m "unit or cpu" -q
+test: $(DEV) ## all tests that need no accelerator, a file per process (WORKERS=2)
+	@$(BIN)/python -m pytest -m "unit or cpu" -q -n $(WORKERS) --dist loadfile
 
 check: export OMP_NUM_THREADS := 1
 check: $(DEV) ## formatting, lint, types and the quick tests
@@ -37,7 +38,7 @@ bench: export OMP_NUM_THREADS := 1
 bench: $(DEV) ## benchmarks against a baseline in the same run; results under bench/results
 	$(BIN)/python -m firesteel.bench.hf --json bench/results/hf.json
 	$(BIN)/python -m firesteel.bench.host --json bench/results/host.json
-	$(BIN)/python -m firesteel.bench.structured --json bench/results/structured.json
+	$(BIN)/python -m firesteel.bench.structured --both --json bench/results/structured.json
 
 MINUTES ?= 10
 exact: export OMP_NUM_THREADS := 1

@@ -1,7 +1,7 @@
 """Takes the pictures of the page that the documents show: ``python tests/pictures.py [--model FOLDER]``.
 
-Two servers one after the other: fixed widths show the tokens, adaptive verification the charts. Other
-conversations run meanwhile, so that the charts have something to show. Questions are the shipped test problems.
+Other conversations run for a while before, so that the charts have something to show. Questions are the
+shipped test problems.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from browser import Browser, browser, missing
 
 ROOT = Path(__file__).parents[1]
 PROBLEMS = ROOT / "src" / "firesteel" / "eval" / "data" / "gsm_symbolic.jsonl"
-FIXED = {"method": "dspark", "num_speculative_tokens": 5}
-ADAPTIVE = {**FIXED, "enable_adaptive_verification": True}
+ADAPTIVE = {"method": "dspark", "num_speculative_tokens": 5, "enable_adaptive_verification": True}
 
 
 @contextlib.contextmanager
@@ -92,34 +91,31 @@ def ask(window: Browser, url: str, questions: list[str], seconds: float) -> None
     time.sleep(2.2)
 
 
-def tokens(window: Browser, out: Path) -> None:
-    """The conversation, wide and narrow."""
-    window.run(
-        "const s = [...document.querySelectorAll('.answer > .text .k.d')].at(-1);"
-        "s?.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
+def take(window: Browser, out: Path) -> None:
+    """Wide and narrow, light and dark."""
+    window.run(  # a token at the end of the first line: what it tells covers no other
+        "const all = [...document.querySelectorAll('.answer .k.d')], y = all[0].getBoundingClientRect().top;"
+        "const line = all.filter((e) => Math.abs(e.getBoundingClientRect().top - y) < 5);"
+        "line.at(-1).dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
     )
     window.picture(out / "page-light.png")
     window.run("document.getElementById('log').dispatchEvent(new PointerEvent('pointerleave'))")
-    window.size(390, 844, mobile=True, scale=2)
-    window.run("const l = document.getElementById('log'); l.scrollTop = l.scrollHeight")
-    time.sleep(1.2)
-    window.picture(out / "page-phone.png")
-
-
-def charts(window: Browser, out: Path) -> None:
-    """The engine, in the dark."""
     window.scheme("dark")
     window.size(1440, 1120)
     time.sleep(1.5)
     window.picture(out / "page-dark.png")
+    window.scheme("light")
     window.size(390, 844, mobile=True, scale=2)
+    window.run("const l = document.getElementById('log'); l.scrollTop = l.scrollHeight")
+    time.sleep(1.5)
+    window.picture(out / "page-phone.png")
     window.click('[data-show="board"]')
     time.sleep(1.5)
     window.picture(out / "page-phone-engine.png")
 
 
 def main() -> int:
-    """Start the servers, take the pictures, stop them."""
+    """Start a server, take the pictures, stop it."""
     args = argparse.ArgumentParser(description="pictures of the page")
     args.add_argument("--model", help="checkpoint folder (default: the bundled model)")
     args.add_argument("--out", type=Path, default=ROOT / "docs" / "images")
@@ -130,13 +126,14 @@ def main() -> int:
         return 1
     opt.out.mkdir(parents=True, exist_ok=True)
     questions = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()[:12]]
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as window:
-        for speculative, shoot in ((FIXED, tokens), (ADAPTIVE, charts)):
-            with serving(opt.model, speculative) as url:
-                ask(window, url, questions, opt.seconds)
-                shoot(window, opt.out)
-                assert not window.complaints()
-                window.open("about:blank")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        browser(Path(folder)) as window,
+        serving(opt.model, ADAPTIVE) as url,
+    ):
+        ask(window, url, questions, opt.seconds)
+        take(window, opt.out)
+        assert not window.complaints()
     return 0
 
 

@@ -458,21 +458,13 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "default_model_len", "max_waiting"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, name, value, "an integer >= 1")
-        _require(
-            self.threads is None or (_is_int(self.threads) and self.threads <= 256),
-            "threads",
-            self.threads,
-            "at most 256",
-        )
+        few = self.threads is None or (_is_int(self.threads) and self.threads <= 256)
+        _require(few, "threads", self.threads, "at most 256")
         for name in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, name)
             _require(value is None or (_is_int(value) and value >= 1), name, value, "an integer >= 1 or None")
-        _require(
-            self.trace is None or (isinstance(self.trace, str) and self.trace != ""),
-            "trace",
-            self.trace,
-            "a file path or None",
-        )
+        is_path = self.trace is None or (isinstance(self.trace, str) and self.trace != "")
+        _require(is_path, "trace", self.trace, "a file path or None")
         _require(_between(0, 1e6)(self.swap_gib), "swap_gib", self.swap_gib, "a number of GiB >= 0")
         for name in ("structured_compile_seconds", "structured_mask_seconds"):
             value = getattr(self, name)

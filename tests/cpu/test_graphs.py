@@ -166,6 +166,7 @@ def test_special_steps_run_their_tail_eagerly(folder: Path) -> None:
     for changes in ({"top_p": 0.8}, {"logprobs": 2}, {"frequency_penalty": 0.5}):
         assert texts(recorded, **changes) == texts(plain, **changes)
     assert graphs.replays["forward"] > before["forward"] and graphs.replays["tail"] == before["tail"]
+    assert graphs.eager["tail"] > 0 and recorded.engine.stats()["graphs"]["eager"] == graphs.eager
 
 
 def test_adaptive_steps_and_rejection_agree(folder: Path) -> None:

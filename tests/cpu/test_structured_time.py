@@ -21,6 +21,7 @@ from firesteel.engine.asynchronous import EngineDead
 from firesteel.engine.build import build_engine
 from firesteel.engine.frontend import Frontend
 from firesteel.engine.grammar import Grammars
+from firesteel.engine.guide import Guide
 from firesteel.engine.loop import QueueFull
 from firesteel.serve.app import ServeOptions, create_app
 from firesteel.serve.client import ThreadEngine
@@ -30,11 +31,11 @@ from oracles.traffic import write_model
 pytest.importorskip("llguidance")
 PATIENCE = 60.0  # seconds after which a test counts as hanging
 SETTINGS: dict[str, Any] = {"max_model_len": 600, "max_num_seqs": 4, "threads": 1}
-FREE = SamplingParams(max_tokens=500, temperature=1.0, seed=7, ignore_eos=True)
+FREE = SamplingParams(max_tokens=300, temperature=1.0, seed=7, ignore_eos=True)
 
 
 def hostile(size: int) -> dict[str, Any]:
-    """A schema of many alternatives of many ranges; 40 take about a second to compile."""
+    """A schema of many alternatives of many ranges; 30 take about a second to compile."""
 
     def one(count: int) -> dict[str, Any]:
         numbers = {f"k{j}": {"type": "integer", "minimum": j, "maximum": 10**9 + j} for j in range(count)}
@@ -132,21 +133,30 @@ def test_steps_go_on_while_a_grammar_compiles(folder: Path, stuck: threading.Eve
     asyncio.run(main())
 
 
-def test_a_hostile_schema_fails_alone_at_its_deadline(folder: Path) -> None:
+def test_a_hostile_schema_fails_alone_at_its_deadline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real one, while others run: the library must let go of the interpreter for their steps."""
+    compile_, steps = Grammars._compile, list[int]()
 
     async def main() -> None:
-        engine = AsyncEngine(folder, structured_compile_seconds=0.3, **SETTINGS)
+        engine = AsyncEngine(folder, structured_compile_seconds=0.2, **SETTINGS)
+
+        def counted(self: Grammars, wish: Any) -> Any:
+            before = len(engine.frontend.engine.records)
+            try:
+                return compile_(self, wish)
+            finally:
+                steps.append(len(engine.frontend.engine.records) - before)
+
+        monkeypatch.setattr(Grammars, "_compile", counted)
         free = Free(engine)
         await until(lambda: len(free.ids) > 3)
-        before = len(engine.frontend.engine.records)
         with pytest.raises(
-            ParameterError, match=r"structured_outputs\.json: .*structured_compile_seconds=0\.3"
+            ParameterError, match=r"structured_outputs\.json: .*structured_compile_seconds=0\.2"
         ):
-            await engine.complete([5], ask({"json": hostile(60)}))
-        assert len(engine.frontend.engine.records) > before + 2 or not free.ids
+            await engine.complete([5], ask({"json": hostile(30)}))
+        await until(lambda: bool(steps))
+        assert steps[0] > 10, "others stood still while it compiled"
         await free.end(LLM(folder, **SETTINGS))
-        await until(lambda: engine.frontend.guides.compiling.overdue == 0)
         engine.shutdown()
 
     asyncio.run(main())
@@ -197,6 +207,26 @@ class Slow(grammar._Matcher):
         if self.left < 0:
             assert self.gate.wait(PATIENCE)
         return super().mask()
+
+
+def test_a_failing_grammar_does_not_empty_the_prefix_cache(folder: Path) -> None:
+    """Whoever shares a prompt with it still finds what it stored."""
+    llm, prompt = LLM(folder, **SETTINGS), [5, *range(10, 110), *range(10, 110), *range(10, 110)]
+    cache = llm.engine.cache
+    assert cache is not None
+    llm.generate([prompt], SamplingParams(max_tokens=2, seed=1))
+    guide_rows, kept = Guide.rows, cache.pages
+
+    def lost(self: Guide, committed: Any, drafts: Any) -> Any:
+        self.lose("given up")
+        return guide_rows(self, committed, drafts) and self.nothing()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guide, "rows", lost)
+        done = llm.generate([prompt], ask({"regex": "a{9}"}))[0]
+    assert done.error == "structured_outputs: given up" and done.usage["cached_tokens"] > 0
+    again = llm.generate([prompt], SamplingParams(max_tokens=2, seed=1))[0]
+    assert again.usage["cached_tokens"] == done.usage["cached_tokens"] and cache.pages >= kept > 0
 
 
 @pytest.mark.parametrize("k", (0, 3))

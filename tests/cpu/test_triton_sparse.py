@@ -82,16 +82,18 @@ def compare(case: Case, ops: Ops, rows: list[Any], monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", CASES)
 def test_computes_what_reference_does(name: str, ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    rows = case.world.batch(14, random.Random(5)) if case.world else case.rows[:18]
+    rows = case.world.batch(9, random.Random(5)) if case.world else case.rows[:17]
     compare(case, ops, rows, monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_invariant(name: str, ops: TritonOps) -> None:
+    if not ops.numerics.official and name.startswith(("hca16", "hca128")):
+        pytest.skip("the interpreter is slow; csa and hca8 run the same kernels")
     case = CASES[name]
     batches = case.world.batch if case.world else None
     assert_row_invariant(
-        lambda r: case.run(ops, r), lambda r: r, case.rows, batches=batches, sizes=(2, 9), alone=3
+        lambda r: case.run(ops, r), lambda r: r, case.rows, batches=batches, sizes=(7,), alone=3
     )
 
 

@@ -111,7 +111,7 @@ def head_case(ops: ReferenceOps, rows: int, vocab: int = 300, k: int = 96):  # t
     return x, ops.linear_weight(weight), slots, torch.randint(1, 40, (rows,), generator=g)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 37])
+@pytest.mark.parametrize("rows", [1, 19])
 def test_head_sample_is_sample_of_logits(numerics: Numerics, rows: int) -> None:
     ops, plain = TritonOps(numerics), ReferenceOps(numerics)
     state = random_state(6, 300)
@@ -143,17 +143,20 @@ def test_broken_rows_are_told_and_ties_take_the_lowest_id() -> None:
     assert bool(((tokens >= 0) & (tokens < 2500)).all())
 
 
-@pytest.mark.parametrize("name", ["sample", "head_sample"])
-def test_tail_rows_are_invariant(numerics: Numerics, name: str) -> None:
-    ops, case = TritonOps(numerics), ROW_CASES[name]
-    some = case.rows[:40]
-    assert_row_invariant(lambda rows: case.run(ops, rows), lambda r: r, some, sizes=(3, 20, 33), alone=4)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("official", "sample"), ("official", "head_sample"), ("float32", "head_sample")]
+)
+def test_tail_rows_are_invariant(kind: str, name: str) -> None:
+    ops, case = TritonOps(NUMERICS[kind]), ROW_CASES[name]
+    some = case.rows[:24]
+    assert_row_invariant(lambda rows: case.run(ops, rows), lambda r: r, some, sizes=(3, 18), alone=3)
 
 
 @pytest.mark.parametrize("name", ["sample", "head_sample"])
-def test_tail_tokens_equal_the_reference(numerics: Numerics, name: str) -> None:
-    case: Case = ROW_CASES[name]
-    got, want = (case.run(ops, case.rows) for ops in (TritonOps(numerics), ReferenceOps(numerics)))
+def test_tail_tokens_equal_the_reference(name: str) -> None:
+    case, official = ROW_CASES[name], NUMERICS["official"]
+    rows = case.rows[:40]
+    got, want = (case.run(ops, rows) for ops in (TritonOps(official), ReferenceOps(official)))
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
@@ -313,11 +316,11 @@ def test_survival_equals_the_reference(head: bool) -> None:
 def test_shaped_rows_equal_the_reference_and_are_invariant(name: str) -> None:
     case: Case = ROW_CASES[name]
     ops, plain = TritonOps(NUMERICS["official"]), ReferenceOps(NUMERICS["official"])
-    rows = case.rows[:20]
+    rows = case.rows[:10]
     got, want = (case.run(o, rows) for o in (ops, plain))
     for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, want)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert_row_invariant(lambda r: case.run(ops, r), lambda r: r, rows, sizes=(3, 9), alone=2)
+    assert_row_invariant(lambda r: case.run(ops, r), lambda r: r, rows, sizes=(2, 6), alone=1)
 
 
 def test_shaping_of_every_kind_equals_the_reference() -> None:

@@ -42,6 +42,7 @@ BOUNDS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_draft_tokens": ((None, 0, 1, 64), (-1, 1.0, True)),
     "cache_salt": (("", "tenant"), (None, 5, b"x")),
     "priority": ((-(10**6), 0, 5), (1.0, None, True)),
+    "min_tokens_per_second": ((0, 0.5, 1e6), (-1, 1e7, math.nan, math.inf, None, "5", True)),
     "structured_outputs": (
         (None, {"json": {"type": "object"}}, {"json": "{}"}, {"json_object": True}, {"regex": "a+"},
          {"choice": ["a", "b"]}, {"grammar": "start: /a/"}, {"json": {}, "disable_any_whitespace": True},
@@ -144,6 +145,8 @@ ENGINE: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "default_model_len": ((1,), (0, None)),
     "debug_sync": ((True,), (1,)),
     "debug_poison": ((True,), ("yes",)),
+    "structured_compile_seconds": ((0.1, 60), (0, -1, math.inf, None)),
+    "structured_mask_seconds": ((0.1, 60), (0, "1", math.nan)),
 }
 
 

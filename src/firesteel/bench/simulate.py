@@ -28,13 +28,14 @@ from firesteel.bench.hollow import VOCAB, hollow_engine
 from firesteel.bench.report import environment, write_json
 from firesteel.bench.virtual import tables
 from firesteel.config import EngineConfig, ParameterError, SamplingParams, SimulatedAcceptance
+from firesteel.engine.build import FILE_TRUST
 from firesteel.engine.loop import Engine
 from firesteel.speculation import simulated
 from firesteel.speculation.cost import CostModel, CostTable
 from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
 from firesteel.speculation.survival import Calibrator
 
-TRUST = 50.0
+TRUST = FILE_TRUST
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     longest = max(r.prompt + r.output for r in work(max(levels)))
     rows = args.max_num_batched_tokens or max(max(levels) * (args.k + 2), 256)
     setup = Setup(load_table(args.table, args.k), acceptance, args.k, max(levels), rows, longest + args.k + 2)
-    result: dict[str, Any] = {"simulated": True, "environment": environment(), "settings": vars(args)}
+    result: dict[str, Any] = {
+        "simulated": True,
+        "environment": environment(),
+        "settings": {k: v for k, v in vars(args).items() if k != "json"},
+    }
     console = Console()
     if args.check:
         result |= check(

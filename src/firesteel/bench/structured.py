@@ -125,7 +125,8 @@ def answer_fault(done: Completion, schema: Mapping[str, Any], close: int, budget
 def run(
     model: Path | None, count: int, budget: int, k: int, seed: int, wrong: float, backend: str
 ) -> dict[str, Any]:
-    """All requests without speculation, with the model's drafter, and with drafts that know the answers."""
+    """All requests without speculation, with the model's drafter at fixed and adaptive widths, and with
+    drafts that know the answers."""
     settings: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "backend": backend}
     plain = LLM(model, max_model_len=1024, **settings)
     if plain.tokenizer is None or not plain.tokenizer.has(chat_strings.END_THINK):
@@ -134,11 +135,12 @@ def run(
     prompts, params, schemas = requests_of(plain, count, seed, budget)
     rows: list[dict[str, Any]] = []
     reference: list[Completion] = []
-    for arm in ("no speculation", f"drafter, K={k}", f"told drafts, K={k}"):
+    for arm in ("no speculation", f"drafter, K={k}", f"drafter, adaptive, K={k}", f"told drafts, K={k}"):
         llm = plain
+        spec = {"num_speculative_tokens": k, "enable_adaptive_verification": "adaptive" in arm}
         if reference:
             try:
-                llm = LLM(model, max_model_len=1024, speculative={"num_speculative_tokens": k}, **settings)
+                llm = LLM(model, max_model_len=1024, speculative=spec, **settings)
             except ParameterError as err:
                 rows.append({"arm": arm, "skipped": str(err).replace(str(plain.path), "this checkpoint")})
                 continue
@@ -173,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         "--model", type=Path, default=None, help="checkpoint folder (default: a tiny random model)"
     )
     p.add_argument("--bundled", action="store_true", help="use the bundled model")
+    p.add_argument("--both", action="store_true", help="a tiny random model, then the bundled one")
     p.add_argument("--requests", type=int, default=200)
     p.add_argument("--budget", type=int, default=32, help="tokens of reasoning")
     p.add_argument("--k", type=int, default=7, help="drafts per step")
@@ -183,21 +186,22 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", default=None, help="write the result here")
     args = p.parse_args(argv)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as temp:
-        model = args.model
-        if model is None and not args.bundled:
-            config = tiny_config()
-            model = write_random(Path(temp) / "tiny", config, args.seed, agreement=args.agreement)
-            byte_tokenizer(config.vocab_size).save(model)
-        result = run(model, args.requests, args.budget, args.k, args.seed, args.wrong, args.backend)
-    name = "bundled" if args.bundled else "random" if args.model is None else args.model.name
-    result = {"environment": environment(), "model": name, **result}
-    console, arms = Console(), result["arms"]
-    for row in arms:
-        console.print(row, highlight=False)
-    write_json(result, args.json)
-    ran = [r for r in arms if "skipped" not in r]
-    return 0 if all(r["valid"] == r["identical"] == r["requests"] for r in ran) else 1
+    names = ["bundled"] if args.bundled else [args.model.name] if args.model else ["random"]
+    results, console = [], Console()
+    for name in ["random", "bundled"] if args.both else names:
+        with tempfile.TemporaryDirectory() as temp:
+            model = None if name == "bundled" else args.model
+            if name == "random" and args.model is None:
+                config = tiny_config()
+                model = write_random(Path(temp) / "tiny", config, args.seed, agreement=args.agreement)
+                byte_tokenizer(config.vocab_size).save(model)
+            result = run(model, args.requests, args.budget, args.k, args.seed, args.wrong, args.backend)
+        results.append({"model": name, **result})
+        for row in result["arms"]:
+            console.print(name, row, highlight=False)
+        write_json({"environment": environment(), "models": results}, args.json)
+    ran = [row for result in results for row in result["arms"] if "skipped" not in row]
+    return 0 if all(row["valid"] == row["identical"] == row["requests"] for row in ran) else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,10 @@ from firesteel.bench.hollow import hollow_engine
 from firesteel.bench.report import environment, write_json
 from firesteel.config import EngineConfig, SamplingParams, SimulatedAcceptance
 from firesteel.core import StepRecord
+from firesteel.engine.build import FILE_TRUST
+from firesteel.engine.llm import LLM
 from firesteel.engine.loop import Engine
+from firesteel.eval.gsm import PROBLEMS, read_problems
 from firesteel.speculation import simulated
 from firesteel.speculation.cost import CostModel, CostTable
 from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
@@ -34,7 +38,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FIXED = (0, 1, 3, 5, 7)
-TRUST = 50.0  # of a calibration that is known to be right
+MODEL = "model"
+TRUST = FILE_TRUST  # of a calibration that is known to be right
 Job = tuple[tuple[int, ...], SamplingParams]
 
 
@@ -113,17 +118,26 @@ class Bed:
         """A fresh adaptive policy that believes ``table``."""
         return Adaptive(self.engine.config.gamma, CostModel(table), self.start())
 
-    def fixed(self, width: int, work: Sequence[Job], concurrency: int, warmup: int = 0) -> list[StepRecord]:
+    def fixed(
+        self, width: int, work: Sequence[Job], concurrency: int, warmup: int = 0, whole: bool = True
+    ) -> list[StepRecord]:
         """Steps of a fixed width (0: plain decoding), which no prices influence."""
-        return self.run(FixedWidth(width), None, work, concurrency, warmup)
+        return self.run(FixedWidth(width), None, work, concurrency, warmup, whole)
 
     def run(
-        self, policy: Policy, clock: CostTable | None, work: Sequence[Job], concurrency: int, warmup: int = 0
+        self,
+        policy: Policy,
+        clock: CostTable | None,
+        work: Sequence[Job],
+        concurrency: int,
+        warmup: int = 0,
+        whole: bool = True,
     ) -> list[StepRecord]:
-        """The closed loop; its steps at full load.
+        """The closed loop; steps of all but the first ``warmup`` requests.
 
-        Left out: the first ``warmup`` requests, and what comes after the last
-        request has begun, when ever fewer are left.
+        With ``whole`` False also without what comes after the last request has
+        begun: with few waves the rundown, at ever lower load, weighs more than
+        any decision.
         """
         engine = self.engine
         engine.drain()
@@ -133,7 +147,7 @@ class Bed:
         self._loop(work[:warmup], concurrency)
         engine.records.clear()
         full = self._loop(work[warmup:], concurrency)
-        return list(engine.records)[: full or None]
+        return list(engine.records)[: None if whole else full or None]
 
     def _loop(self, work: Sequence[Job], concurrency: int) -> int:
         """Steps that were committed when the last request began."""
@@ -172,6 +186,7 @@ def compare(
     work: Callable[[int], Sequence[Job]],
     widths: Sequence[int] = FIXED,
     warmup: Callable[[int], int] = lambda c: 0,
+    whole: bool = True,
 ) -> Iterator[list[Point]]:
     """All arms at each point of (table, concurrency), fixed ones first, adaptive last.
 
@@ -179,10 +194,10 @@ def compare(
     """
     for c in concurrencies:
         todo = work(c)
-        fixed = {w: bed.fixed(w, todo, c, warmup(c)) for w in widths}
+        fixed = {w: bed.fixed(w, todo, c, warmup(c), whole) for w in widths}
         for table in prices:
             points = [priced(records, table, arm_name(w), c) for w, records in fixed.items()]
-            records = bed.run(bed.adaptive(table), table, todo, c, warmup(c))
+            records = bed.run(bed.adaptive(table), table, todo, c, warmup(c), whole)
             yield [*points, priced(records, table, "adaptive", c)]
 
 
@@ -211,6 +226,40 @@ def simulated_bed(
     return Bed(hollow_engine(settings), calibrator)
 
 
+def model_bed(gamma: int, slots: int, model: str | Path | None = None) -> tuple[Bed, LLM]:
+    """A bed on a model's own acceptance, from its calibration file or, without one, from the prior."""
+    llm = LLM(
+        model,
+        max_num_seqs=slots,
+        max_num_batched_tokens=max(slots * (gamma + 2), 128),
+        max_model_len=640,
+        prefix_caching=False,
+        speculative={"num_speculative_tokens": gamma},
+    )
+    drafter = llm.engine.runner.drafter
+    assert drafter is not None, "speculation needs a drafter"
+    head, file = drafter.weights.markov.confidence is not None, llm.path / "calibration.json"
+
+    def start() -> Calibrator:
+        if file.is_file():
+            return Calibrator(Coefficients.load(file).fitted_to(gamma, head, True), trust=FILE_TRUST)
+        return Calibrator(Coefficients.prior(gamma, head, True))
+
+    return Bed(llm.engine, start), llm
+
+
+def problem_jobs(llm: LLM, n: int, tokens: int) -> list[Job]:
+    """Shipped word problems in chat encoding, sampled at T=1."""
+    assert llm.tokenizer is not None, "problems are text"
+    out = []
+    for (_, params), problem in zip(jobs(n, tokens), read_problems(PROBLEMS, n)):
+        prompt = llm.prompt_of([{"role": "user", "content": problem.question}])
+        out.append(
+            (tuple(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt), params)
+        )
+    return out
+
+
 SCENES: dict[str, SimulatedAcceptance] = {
     "measured": SimulatedAcceptance(),  # rates of a trained drafter
     "mixed": SimulatedAcceptance(spread=1.0),  # requests differ
@@ -226,13 +275,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Every scene on every table, calibrated and from the prior."""
     p = argparse.ArgumentParser(prog="firesteel bench virtual", description=main.__doc__)
     p.add_argument("--concurrency", default=",".join(map(str, CONCURRENCY)))
-    p.add_argument("--scenes", default=",".join(SCENES))
+    p.add_argument("--scenes", default=",".join(SCENES), help=f"drawn acceptance, or {MODEL}: a model's own")
+    p.add_argument(
+        "--model", default=None, help="checkpoint folder of the scene 'model' (default: the bundled one)"
+    )
     p.add_argument("--tables", default="staircase,linear,flat")
     p.add_argument("--starts", default="calibrated,prior")
     p.add_argument("--gamma", type=int, default=7)
     p.add_argument("--tokens", type=int, default=128, help="tokens of one answer")
     p.add_argument("--requests", type=int, default=3, help="requests per concurrent one")
     p.add_argument("--least", type=int, default=24, help="but at least as many requests")
+    p.add_argument("--full-load", action="store_true", help="leave the rundown out, see Bed.run")
     p.add_argument("--json", default=None, metavar="FILE")
     args = p.parse_args(argv)
     levels = [int(c) for c in args.concurrency.split(",")]
@@ -240,13 +293,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: list[dict[str, Any]] = []
     console = Console()
     for scene in args.scenes.split(","):
-        for start in args.starts.split(","):
-            bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + 32, start)
+        starts = ["its own"] if scene == MODEL else args.starts.split(",")
+        for start in starts:
+            if scene == MODEL:
+                bed, llm = model_bed(args.gamma, max(levels), args.model)
+            else:
+                bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + 32, start)
             shown = Table(
                 "table", "C", *map(arm_name, FIXED), "adaptive", "adaptive / best", title=f"{scene}, {start}"
             )
-            work = lambda c: jobs(max(args.requests * c, args.least), args.tokens)  # noqa: E731
-            for points in compare(bed, prices, levels, work):
+
+            def work(c: int) -> list[Job]:
+                n = max(args.requests * c, args.least)
+                return problem_jobs(llm, n, args.tokens) if scene == MODEL else jobs(n, args.tokens)  # noqa: B023
+
+            for points in compare(bed, prices, levels, work, whole=not args.full_load):
                 r = ratio(points)
                 rates = [f"{q.rate:,.0f}" for q in points]
                 shown.add_row(points[0].table, str(points[0].concurrency), *rates, f"{r:.3f}")
@@ -259,10 +320,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                     }
                 )
             console.print(shown)
-    worst = {s: min(o["ratio"] for o in out if o["start"] == s) for s in args.starts.split(",")}
+    worst = {
+        s: min(o["ratio"] for o in out if o["start"] == s) for s in dict.fromkeys(o["start"] for o in out)
+    }
     console.print(f"adaptive / best, worst point: {worst}")
-    scenes = {name: asdict(SCENES[name]) for name in args.scenes.split(",")}
-    result = {"simulated": True, "environment": environment(), "settings": vars(args), "scenes": scenes}
+    scenes = {name: asdict(SCENES[name]) for name in args.scenes.split(",") if name != MODEL}
+    result = {
+        "simulated": bool(scenes),
+        "environment": environment(),
+        "settings": vars(args),
+        "scenes": scenes,
+    }
     write_json({**result, "worst": worst, "results": out}, args.json)
     return 0
 

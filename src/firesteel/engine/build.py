@@ -30,7 +30,7 @@ from firesteel.speculation.policy import Adaptive, Policy
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.tokenizer import Tokenizer
 
-FILE_TRUST = 50.0  # how much more a calibration file weighs than the prior
+FILE_TRUST = 10.0  # how much more a calibration file weighs than the prior
 SMALL = 1024  # hidden size up to which one op is too short to be worth a second thread
 BUNDLED = Path(__file__).parent.parent / "checkpoint" / "demo"
 

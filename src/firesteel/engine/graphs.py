@@ -247,6 +247,7 @@ class Graphs:
         self.tails: dict[int, Recording[Verdict]] = {}
         self.drafts: dict[tuple[int, int], Recording[tuple[Proposal, Tensor]]] = {}
         self.replays: dict[str, int] = dict.fromkeys(("forward", "tail", "draft"), 0)
+        self.eager: dict[str, int] = dict(self.replays)  # parts of steps that no recording holds
         self.seconds = 0.0
         self.bytes = 0
 
@@ -315,8 +316,11 @@ class Graphs:
         """What to pad a step of ``rows`` rows to; ``plain``: its tail does nothing but sample and commit."""
         size = fitting(self.plan.rows, rows)
         if size is None or self._bound(size, max_position) is None:
+            self.eager["forward"] += 1
+            self.eager["tail"] += samples > 0
             return Shape(rows, None, groups)
         tail = fitting(self.plan.samples, samples) if plain and samples else None
+        self.eager["tail"] += samples > 0 and tail is None
         return Shape(size, tail, groups if tail is None else self.groups(tail))
 
     def has(self, rows: RowBatch) -> bool:
@@ -357,7 +361,10 @@ class Graphs:
     def draft_size(self, requests: int, width: int) -> int | None:
         """The recorded number of requests that holds ``requests`` at this width, or None."""
         size = fitting(self.plan.requests, requests)
-        return size if size is not None and (size, width) in self.drafts else None
+        if size is not None and (size, width) in self.drafts:
+            return size
+        self.eager["draft"] += 1
+        return None
 
     def draft(self, slots: Tensor, width: int) -> tuple[Proposal, Tensor]:
         """``draft_slots`` of exactly a recorded number of slots; overwritten by the next call."""
@@ -381,6 +388,7 @@ class Graphs:
             self._test_step(n, top, world)
         for n, width in self.drafts:
             self._test_draft(n, width, world)
+        self.replays.update(dict.fromkeys(self.replays, 0))
 
     def _test_step(self, n: int, top: int, world: TestWorld) -> None:
         """A forward of ``n`` rows, then every tail that such a step can use."""

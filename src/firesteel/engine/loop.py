@@ -274,7 +274,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters for metrics: queue, memory, prefix cache, preemptions, synchronisations."""
-        s, cache = self.scheduler, self.cache
+        s, cache, graphs = self.scheduler, self.cache, self.runner.graphs
         return {
             "waiting": len(s.waiting),
             "running": len(s.running),
@@ -286,6 +286,7 @@ class Engine:
             "recomputes": s.stats.recomputes,
             "deferred": s.stats.deferred,
             "syncs": dict(self.runner.guard.counts),
+            "graphs": {"replayed": graphs.replays, "eager": graphs.eager} if graphs is not None else {},
             "simulated": self.runner.simulator is not None,
             "adaptive": self._adaptive(),
         }

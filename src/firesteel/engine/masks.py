@@ -5,8 +5,9 @@
     sample
 
 Only steps that hold guided requests do any of it. Called by the runner. A
-request whose masks take longer than ``seconds`` in one step fails; the others
-go on.
+request whose masks take longer than a limit in one step fails; the others go
+on. The drafts arrive when their rows are built, so those that a grammar forbids
+are verified all the same; they do not count as the drafter's errors.
 """
 
 from __future__ import annotations

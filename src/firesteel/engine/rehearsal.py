@@ -125,7 +125,7 @@ def record_graphs(
     """Plan, record and test the recordings of an idle engine, then let its runner use them."""
     spec, gamma = settings.speculative, settings.gamma
     widths: tuple[int, ...] = ()
-    if runner.drafter is not None and spec is not None:
+    if runner.drafter is not None and spec is not None and not spec.rejection:
         widths = draft_widths(gamma) if spec.enable_adaptive_verification else (gamma,)
     plan = GraphPlan.of(settings.max_num_batched_tokens, settings.slots, gamma, length, widths)
     progress(f"graphs: {plan}")

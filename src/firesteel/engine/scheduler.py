@@ -479,6 +479,8 @@ class Scheduler:
         seq.finish = reason
         if reason is FinishReason.ERROR:
             seq.error = seq.failure
+            if seq.guide is not None and seq.guide.error:
+                return  # its logits were sound: others may go on hitting its prefix
             for key in (*seq.keys, *seq.chain):  # what it stored or reused may be broken: nobody may hit it
                 if self.cache is not None:
                     self.cache.forget(key)

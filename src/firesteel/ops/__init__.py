@@ -64,7 +64,9 @@ def select(name: str, numerics: Numerics) -> Choice:
     reasons: dict[str, str] = {}
     for candidate in BACKENDS:
         if candidate == "triton" and interpreted():
-            reasons[candidate] = "kernels are interpreted (TRITON_INTERPRET); only backend='triton' asks for that"
+            reasons[candidate] = (
+                "kernels are interpreted (TRITON_INTERPRET); only backend='triton' asks for that"
+            )
             continue
         try:
             return Choice(build(candidate, numerics), reasons)

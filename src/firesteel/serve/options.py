@@ -268,7 +268,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             settings["speculative"] = json.loads(args.speculative_config)
         except ValueError as err:
             raise ParameterError(f"--speculative-config: not JSON ({err})") from err
-        if isinstance(settings["speculative"], dict) and settings["speculative"].get("simulated_acceptance"):
+        if (
+            isinstance(settings["speculative"], dict)
+            and settings["speculative"].get("simulated_acceptance") is not None
+        ):
             raise ParameterError(
                 "--speculative-config: simulated_acceptance makes meaningless text, for benchmarks only; "
                 "leave it out, or use firesteel bench"

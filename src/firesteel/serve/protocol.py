@@ -62,7 +62,7 @@ _PARAMS = (
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "allowed_token_ids", "bad_words", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "seed", "n", "prompt_logprobs", "speculative", "max_draft_tokens", "cache_salt", "priority",
-    "thinking_token_budget",
+    "thinking_token_budget", "min_tokens_per_second",
 )  # fmt: skip
 
 
@@ -122,6 +122,9 @@ class Asked(BaseModel):
     max_draft_tokens: int | None = Field(None, description="drafts per step at most")
     cache_salt: str | None = Field(None, description="share prefixes only with an equal salt")
     priority: int | None = Field(None, description="smaller runs first")
+    min_tokens_per_second: float | None = Field(
+        None, description="a wish that adaptive verification spends drafts on; 0: none"
+    )
     return_stats: bool | None = Field(None, description="add what speculation did to each choice")
     return_token_ids: bool | None = Field(None, description="add token ids to each choice")
     firesteel: Extras | None = Field(None, description="{tokens: true}: where each token comes from")

@@ -58,7 +58,7 @@ class Adaptive:
         self.gamma, self.cost, self.calibrator = gamma, cost, calibrator
         self.probe_share, self.rejection = probe_share, rejection
         self.watch = Watch(cost)
-        self.book = Book(gamma, calibrator.coefficients)
+        self.book = Book(gamma, calibrator.coefficients, calibrator.trust > 1.0)
         self.widths = draft_widths(gamma)
         self.changed = True  # the coefficients are newer than the device's
         self.probes = 0
@@ -79,7 +79,7 @@ class Adaptive:
         if able and {c.request_id for c in able} <= self._probing:
             return replace(fixed([c.ready for c in able], load.room), reason="probe: drafting did not pay")
         known = (tuple((c.request_id, c.ready) for c in candidates), load.rows, load.room, load.context // 32)
-        if self._decided is not None and self._decided[0] == known:
+        if self._decided is not None and self._decided[0] == known and not self.book.wishes:
             return self._decided[1]
         budget = self._budget(candidates, able, load)
         self._decided = (known, budget)

@@ -51,8 +51,9 @@ class Book:
     _boost: Floats  # weight that a wish for speed adds
     _floor: Floats  # tokens per second it asks for
 
-    def __init__(self, depths: int, coefficients: Coefficients):
-        self.depths, self.coefficients = depths, coefficients
+    def __init__(self, depths: int, coefficients: Coefficients, proven: bool = False):
+        """``proven``: the coefficients come from a file, so the drafter is known to be worth a try."""
+        self.depths, self.coefficients, self._proven = depths, coefficients, proven
         self._row: dict[int, int] = {}
         self._free: list[int] = []
         self._size = 0
@@ -75,7 +76,7 @@ class Book:
     @property
     def unproven(self) -> bool:
         """Whether next to nothing is known of the drafter."""
-        return sum(self._pool_count) < self._prior == GUESS
+        return not self._proven and sum(self._pool_count) < self._prior == GUESS
 
     def _alloc(self, size: int) -> None:
         def grown(name: str, fresh: NDArray[Any]) -> None:

@@ -329,6 +329,7 @@ class Calibrator:
     after ``first`` of them, then at twice as many each time until every
     ``every``. ``seen`` counts all, by temperature class. ``trust`` multiplies
     the pull towards the first coefficients: large if they come from a file.
+    ``first`` None: few without a file, more with one.
     """
 
     def __init__(
@@ -336,14 +337,15 @@ class Calibrator:
         coefficients: Coefficients,
         keep: int = 4096,
         every: int = 4096,
-        first: int = 16,
+        first: int | None = None,
         trust: float = 1.0,
     ):
         self.coefficients, self.trust, self.every = coefficients, trust, every
         self.refits, self.seen = 0, [0] * CLASSES
         self._start = coefficients
         self._recent = np.zeros((keep, 6))  # head, margin, depth, kind, accepted, predicted
-        self._count, self._fresh, self._due = 0, 0, min(first, every)
+        soon = 16 if trust <= 1.0 else 128  # a file need not be corrected in the first steps
+        self._count, self._fresh, self._due = 0, 0, min(first or soon, every)
 
     def add(self, outcomes: Samples | list[Outcome]) -> bool:
         """Take outcomes, each with the probability that was in force; True if the model changed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from firesteel.ops.triton import launch, target
-from firesteel.ops.triton.linear import Scratch
+from firesteel.ops.triton.linear import Scratch, fresh
 from firesteel.ops.triton.matrix import MatrixOps
 from firesteel.ops.triton.sparse import SparseOps
 from firesteel.ops.triton.tail import TailOps
-from firesteel.ops.types import Numerics
+from firesteel.ops.types import Hyper, Norm, Numerics
 
 
 class TritonOps(SparseOps, TailOps, MatrixOps):
@@ -28,3 +29,11 @@ class TritonOps(SparseOps, TailOps, MatrixOps):
         self.target = target.of_device(self.device)
         self.scratch = Scratch(self.device)
         self.store = torch.bfloat16 if numerics.official else torch.float32
+
+    # several products share what these give: it is quantised once
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return fresh(super().norm(x, norm))
+
+    def hyper_pre(self, h: Tensor, w: Hyper, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+        x, post, comb = super().hyper_pre(h, w, norm)
+        return fresh(x), post, comb

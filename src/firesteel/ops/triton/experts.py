@@ -115,9 +115,14 @@ def expert_sum(
             )
     else:
         line_at = (expert * (LINES // 128) + m).to(tl.int64)
+        pair: tl.constexpr = 0 if KIND == "f32" else PAIR  # float32 steps hold too much for two sums at once
         gate, up = block_sum(
-            w, ws, x, xs, row, line_at, first, COUNT, K, TILE_N, PAIR, FORMAT, KIND, FNUZ, ASM
+            w, ws, x, xs, row, line_at, first, COUNT, K, TILE_N, pair, FORMAT, KIND, FNUZ, ASM
         )
+        if KIND == "f32" and PAIR > 0:
+            up, _ = block_sum(
+                w, ws, x, xs, row, line_at + PAIR, first, COUNT, K, TILE_N, 0, FORMAT, KIND, FNUZ, ASM
+            )
         if KIND == "bf16":
             gate, up = gate * 18446744073709551616.0, up * 18446744073709551616.0  # 2^64 of unpack16
     return gate, up
@@ -363,7 +368,10 @@ def _expert_specs(
     changes: dict[str, dict[str, Any]] = {
         "gfx950": {"num_stages": 2, "matrix_instr_nonkdim": 16},
         "gfx942": {"num_stages": 2, "matrix_instr_nonkdim": 16, "FNUZ": True},
-        "sm_90": {"ASM": True} | ({"maxnreg": 168} if fp8 and tile_n == 16 else {}), "sm_100": {"ASM": True},
+        "sm_90": {"ASM": True}
+        | ({"maxnreg": 168} if fp8 and tile_n == 16 and format_ == "planes" else {})
+        | ({"num_warps": 8} if format_ == "rows" else {}),
+        "sm_100": {"ASM": True},
     }  # fmt: skip
     options = {"num_warps": 4, "num_stages": 2 if kind == "f32" else 4}
     up_spec = Spec(

@@ -22,7 +22,7 @@ from firesteel.checkpoint.codecs import FP8_BLOCK, QTensor, scale_to_float
 from firesteel.ops.triton import launch
 from firesteel.ops.triton.launch import cdiv, kernel
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.target import Target
+from firesteel.ops.triton.target import TARGETS, Target
 
 GROUP = 128  # channels per activation scale and per step of K
 TILE_M = 64  # outputs of one program: the least that a Hopper warp group multiplies
@@ -343,7 +343,7 @@ def shape_for(kind: str, n: int, splits: int, rows: int, target: Target) -> Shap
     if kind == "f32":
         tile, stages = min(32, max(16, launch.pow2(rows))), 2
     else:
-        tile = min(128 if kind != "bf16" else 64, max(16, launch.pow2(rows)))
+        tile = min(128 if kind != "bf16" and target.name == "sm_90" else 64, max(16, launch.pow2(rows)))
         stages = 4 if tile == 128 else 3 if kind == "bf16" and tile == 64 else 5
     tiles_m = cdiv(n, TILE_M)
     if splits > 1:
@@ -351,7 +351,7 @@ def shape_for(kind: str, n: int, splits: int, rows: int, target: Target) -> Shap
             tile //= 2
     parallel = splits > 1 and tiles_m * cdiv(rows, tile) < WIDE_ENOUGH // 2
     if splits > 1 and not parallel:
-        tile = min(tile, 64)
+        tile = min(tile, 32 if target.name == "sm_100" else 64)
     if target.backend == "hip":
         return Shape(TILE_M, min(tile, 64), 4, 2, parallel)
     if kind == "fp8" and splits == 1 and tile == 16:
@@ -420,6 +420,7 @@ def _linear_spec(name: str, kind: str, n: int, k: int, tile_n: int, parallel: bo
             "PARALLEL": parallel, "TILE_M": TILE_M, "TILE_N": tile_n, "KIND": kind, "SCALED": scaled,
         },
         options={"num_warps": 4, "num_stages": 4},
+        targets=("sm_90",) if tile_n == 128 else tuple(t for t in TARGETS if t != "sm_100" or tile_n < 64 or parallel),
         overrides={t: {"num_stages": 2, "matrix_instr_nonkdim": 16} for t in ("gfx950", "gfx942")},
     )  # fmt: skip
 
@@ -436,8 +437,8 @@ KERNELS: list[Spec] = [
     *(
         _linear_spec(f"linear-{kind}-{tile_n}{'-split' if parallel else ''}", kind, 4096, 8192, tile_n, parallel)
         for kind, tile_n, parallel in (
-            ("fp8", 16, True), ("fp8", 64, True), ("fp8", 64, False), ("bf16", 16, True), ("bf16", 64, False),
-            ("f32", 16, True),
+            ("fp8", 16, True), ("fp8", 64, True), ("fp8", 128, True), ("fp8", 32, False), ("fp8", 64, False),
+            ("bf16", 16, True), ("bf16", 64, False), ("f32", 16, True),
         )
     ),
 ]  # fmt: skip

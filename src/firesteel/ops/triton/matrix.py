@@ -147,7 +147,7 @@ class MatrixOps(ReferenceOps):
     def _values(self, x: Tensor, w: Weight) -> tuple[str, Tensor]:
         """(kind, x as its operand): activations of official numerics lie on the bf16 grid."""
         x = dense(x)
-        if self.numerics.official and w.data.dtype == torch.bfloat16:
+        if self.numerics.official and w.narrow().data.dtype == torch.bfloat16:
             return "bf16", x.to(torch.bfloat16)
         return "f32", x.to(torch.float32)
 
@@ -173,7 +173,7 @@ class MatrixOps(ReferenceOps):
     def output(self, o: Tensor, wo_a: Sequence[Linear], wo_b: Linear) -> Tensor:
         x, first = dense(o.flatten(1)), wo_a[0]
         if len(wo_a) > 1 and first.n % linear.TILE_M == 0 and first.k % GROUP == 0:
-            whole = self._joined(wo_a)
+            whole = self._joined(wo_a, self.numerics.official)
             kind, x = self._values(x, whole)
             low = linear.product(
                 x, None, whole, kind, self.store, self.scratch, self.target, groups=len(wo_a)
@@ -184,11 +184,12 @@ class MatrixOps(ReferenceOps):
         return self.linear(low, wo_b)
 
     @staticmethod
-    def _joined(parts: Sequence[Linear]) -> Weight:
+    def _joined(parts: Sequence[Linear], official: bool) -> Weight:
         """The groups' weights as one; made at first use, the parts become views of it."""
         head = parts[0].data
         if head.joined is None:
-            data = torch.cat([p.data.data for p in parts])
+            made: list[Weight] = [p.data.narrow() if official else p.data for p in parts]
+            data = torch.cat([w.data for w in made])
             for p, view in zip(parts, data.chunk(len(parts)), strict=True):
                 p.data.data = view
             head.joined = Weight(data, None, 1)
@@ -196,9 +197,6 @@ class MatrixOps(ReferenceOps):
 
     # ---- experts --------------------------------------------------------------------
     def route(self, x: Tensor, w: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        gate: Weight = w.gate.data
-        if self.numerics.official:
-            gate.narrow()
         logits = self._plain(x, w.gate, torch.float32)
         return route.route(logits, w.bias, w.table, tokens, w.top_k, w.scale)
 

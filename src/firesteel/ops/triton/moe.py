@@ -125,7 +125,7 @@ class Grouped:
 class Arithmetic:
     """How experts multiply on a target: ``kind`` as in ``linear_kernel``, warps, stages.
 
-    ``capped``: registers that a thread may have in tiles of 16 lines; ranges of K then always
+    ``capped``: registers that a thread may have in tiles of 16 lines of FP4; ranges of K then always
     get programs of their own, since one program for all needs more. 0: no cap.
     """
 
@@ -137,10 +137,11 @@ class Arithmetic:
     capped: int = 0
     extra: Mapping[str, int] = field(default_factory=dict)
 
-    def options(self, tile_n: int) -> dict[str, int]:
-        """Launch options for tiles of ``tile_n`` lines."""
-        cap = {"maxnreg": self.capped} if self.capped and tile_n == 16 else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, **self.extra, **cap}
+    def options(self, format_: str, tile_n: int) -> dict[str, int]:
+        """Launch options for weights of a ``Grouped.format`` and tiles of ``tile_n`` lines."""
+        cap = {"maxnreg": self.capped} if self.capped and format_ == "planes" and tile_n == 16 else {}
+        warps = 8 if self.capped and format_ == "rows" else self.warps  # its tiles of 128 inputs are large
+        return {"num_warps": warps, "num_stages": self.stages, **self.extra, **cap}
 
 
 def arithmetic(kind: str, target: Target) -> Arithmetic:
@@ -213,7 +214,7 @@ def up(
         w.data, w.scale, x, xs, order, owner, weights, h, hs, part, scratch.arrived, lines, limit, K=w.k,
         INNER=inner, TOP=top, SPLITS=splits, PARALLEL=parallel, TILE_N=lines // owner.shape[0],
         FORMAT=w.format, KIND=how.kind, OFFICIAL=official, ROUND=round_h, FNUZ=how.fnuz, ASM=how.asm,
-        **how.options(lines // owner.shape[0]),
+        **how.options(w.format, lines // owner.shape[0]),
     )  # fmt: skip
     return h, hs
 
@@ -238,7 +239,7 @@ def down(
     down_kernel[(*grid, splits) if parallel else grid](
         w.data, w.scale, h, hs, order, owner, out, part, scratch.arrived, lines, D=out.shape[1], WIDE=w.m,
         K=w.k, SPLITS=splits, PARALLEL=parallel, TILE_N=lines // owner.shape[0], FORMAT=w.format,
-        KIND=how.kind, FNUZ=how.fnuz, ASM=how.asm, **how.options(lines // owner.shape[0]),
+        KIND=how.kind, FNUZ=how.fnuz, ASM=how.asm, **how.options(w.format, lines // owner.shape[0]),
     )  # fmt: skip
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from firesteel.core import RowBatch
 from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
 from firesteel.ops.triton.rounding import e4m3_groups, on_grid, rotation
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.types import Norm, PassContext
+from firesteel.ops.types import Norm, PassContext, Rope
 
 KV_GROUP = 64  # dims per stored scale
 HEAD_TILE = 4096  # values of the heads that one program of ``query`` turns
@@ -277,6 +278,55 @@ def store_ring(ring: Tensor, data: Tensor, rows: RowBatch) -> None:
         )
 
 
+@triton.jit
+def cos_sin(turn):
+    """cos and sin of float32 angles, by Taylor series in float64 after reduction to a quarter turn.
+
+    The library's functions keep an array in local memory for large angles; and
+    these have the same bits on every target.
+    """
+    x = turn.to(tl.float64)
+    k = tl.floor(x * 0.6366197723675814 + 0.5)
+    r = x - k * 1.5707963267948966
+    s = r * r
+    sin = r * (1.0 + s * (-1.0 / 6 + s * (1.0 / 120 + s * (-1.0 / 5040 + s * (1.0 / 362880)))))
+    cos = 1.0 + s * (-0.5 + s * (1.0 / 24 + s * (-1.0 / 720 + s * (1.0 / 40320 - s * (1.0 / 3628800)))))
+    quarter = k.to(tl.int32) & 3
+    odd = (quarter & 1) != 0
+    c, d = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    c = tl.where((quarter == 1) | (quarter == 2), -c, c)
+    d = tl.where(quarter >= 2, -d, d)
+    return c.to(tl.float32), d.to(tl.float32)
+
+
+@kernel()
+def row_angles(
+    position_ptr,
+    freq_ptr,
+    cos_ptr,
+    sin_ptr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RATIO: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    position = tl.load(position_ptr + row)
+    turn = (position // RATIO * RATIO).to(tl.float32) * tl.load(freq_ptr + lane, mask=lane < N, other=0.0)
+    cos, sin = cos_sin(turn)
+    tl.store(cos_ptr + row * N + lane, cos, mask=lane < N)
+    tl.store(sin_ptr + row * N + lane, sin, mask=lane < N)
+
+
+def rotary(rope: Rope, positions: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+    """cos and sin float32 [R, rd/2] at the multiples of ``ratio`` that the positions int64 [R] lie behind."""
+    rows, n = positions.shape[0], rope.inv_freq.shape[0]
+    cos, sin = (torch.empty(rows, n, dtype=torch.float32, device=positions.device) for _ in range(2))
+    if rows:
+        row_angles[(rows,)](positions, rope.inv_freq, cos, sin, n, pow2(n), ratio, num_warps=1)
+    return cos, sin
+
+
 def angles(table: str, ctx: PassContext) -> tuple[Tensor, Tensor]:
     """cos and sin [R, rd/2] of a table, elements in order."""
     cos, sin = ctx.rotary[table]
@@ -337,7 +387,8 @@ def _specs() -> list[Spec]:
                 {"num_warps": 1},
             ),
         ]
-    return out
+    turn = types(i64="position_ptr", f32="freq_ptr cos_ptr sin_ptr")
+    return [*out, Spec("angles", row_angles, turn, {"N": 32, "BLOCK": 32, "RATIO": 4}, {"num_warps": 1})]
 
 
 KERNELS = _specs()

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
+from firesteel.core import RowBatch
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.triton import attention, compress, hyper, indexer, norms
 from firesteel.ops.triton.target import Target
-from firesteel.ops.types import Compressor, CompressorMemory, Hyper, HyperHead, Linear, Norm, PassContext
+from firesteel.ops.types import (
+    Compressor,
+    CompressorMemory,
+    Hyper,
+    HyperHead,
+    Linear,
+    Norm,
+    PassContext,
+    Rope,
+)
 
 
 def f32_weight(w: Linear) -> Tensor:
@@ -33,6 +45,18 @@ class SparseOps(ReferenceOps):
     @property
     def _official(self) -> bool:
         return self.numerics.official
+
+    def begin_pass(
+        self,
+        rows: RowBatch,
+        page_table: Tensor,
+        page_size: int,
+        ropes: Mapping[str, Rope],
+        ratios: Sequence[int],
+    ) -> PassContext:
+        rotary = {name: norms.rotary(rope, rows.positions, 1) for name, rope in ropes.items()}
+        entry = {r: norms.rotary(ropes["compress"], rows.positions, r) for r in ratios}
+        return PassContext(rows, page_table, page_size, rotary, entry)
 
     def embed(self, table: Tensor, tokens: Tensor, streams: int) -> Tensor:
         return norms.embed(table, tokens, streams, self.store, self._official)

@@ -13,9 +13,10 @@ from firesteel.ops.triton.target import TARGETS
 class Spec:
     """One kernel with one set of constants, as ``make kernels`` compiles it.
 
-    ``signature`` maps the run-time arguments to Triton types (``"*bf16"``, ``"i32"``, ``"fp32"``; ``"*fp8"`` is the target's e4m3 type); every other argument of ``fn`` must be in
-    ``constexprs``. Pointers are compiled as 16-byte aligned, integers only if
-    named in ``aligned``. ``options``: ``num_warps``, ``num_stages``.
+    ``signature`` maps the run-time arguments to Triton types (``"*bf16"``,
+    ``"i32"``, ``"fp32"``; ``"*fp8"`` is the target's e4m3 type); every other
+    argument of ``fn`` must be in ``constexprs``. Pointers are compiled as 16-byte
+    aligned, integers only if named in ``aligned``. ``options``: ``num_warps``, ``num_stages``.
     ``overrides`` maps a target to constants and options that replace those above
     on it. ``scaled``: gfx950 must use its block-scaled matrix instruction.
     """
