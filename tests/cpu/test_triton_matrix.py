@@ -26,7 +26,7 @@ from firesteel.ops.testing import assert_close, assert_row_invariant, same_bits
 from firesteel.ops.testing_cases import ROW_CASES, Case, normal, weight
 from firesteel.ops.triton import moe
 from firesteel.ops.triton.backend import TritonOps
-from firesteel.ops.triton.compile import Made, judge, page
+from firesteel.ops.triton.compile import Made, judge, merged, page, read_runs, specs, write_runs
 from firesteel.ops.triton.linear import Shape, fresh, product, quantise, quantised, to_fnuz
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import INTERPRETER, TARGETS
@@ -228,7 +228,8 @@ def test_kernels_compile_without_a_device(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    made = {(m["kernel"], m["target"]): m for m in json.loads(result.read_text())["kernels"]}
+    (kernels,) = json.loads(result.read_text())["triton"].values()
+    made = {(m["kernel"], m["target"]): m for m in kernels}
     assert {t for _, t in made} == set(TARGETS)
     for (kernel, target), m in made.items():
         assert m["registers"] > 0 and m["local"] > 0 and m["matrix"], (kernel, target)
@@ -248,4 +249,17 @@ def test_faults_are_named() -> None:
     emulated = Made("k", "gfx942")
     judge(spec, TARGETS["gfx942"], emulated, "tt.dot_scaled")
     assert emulated.faults
-    assert "| k | 0 | 200.0 | 3;" in page([made])
+    assert "| k | 0 | 200.0 | 3;" in page({"3.8.0": [made]})
+
+
+def test_a_run_replaces_its_own_figures_only(tmp_path: Path) -> None:
+    """Figures of other versions and of kernels that were not compiled this time stay; those of no kernel go."""
+    name, other = (spec.name for spec in specs()[:2])
+    old = {
+        "3.6.0": [Made(name, "sm_90", registers=1)],
+        "3.8.0": [Made(name, "sm_90", 2), Made(other, "sm_90", 3), Made("gone", "sm_90", 4)],
+    }
+    runs = merged(old, "3.8.0", [Made(name, "sm_90", 5, matrix={"wgmma": 2})])
+    assert [m.registers for m in runs["3.8.0"]] == [5, 3] and runs["3.6.0"] == old["3.6.0"]
+    write_runs(tmp_path / "kernels.json", runs)
+    assert read_runs(tmp_path / "kernels.json") == runs and read_runs(tmp_path / "none.json") == {}

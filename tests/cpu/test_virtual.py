@@ -90,7 +90,7 @@ def test_without_a_model_every_step_is_the_same(concurrency: int, model: Path) -
 
 @pytest.mark.parametrize("concurrency", LEVELS)
 def test_adaptive_is_never_slower_than_any_fixed_width(concurrency: int, bed: Bed) -> None:
-    work = jobs(20, 96) if concurrency <= 8 else jobs(2 * concurrency, 64)
+    work = jobs(16, 96) if concurrency <= 8 else jobs(2 * concurrency, 64 if concurrency < 128 else 48)
     for points in compare(bed, list(TABLES.values()), [concurrency], lambda c: work):
         rates = {p.arm: round(p.rate) for p in points}
         assert ratio(points) >= 0.99, (points[0].table, concurrency, rates)
@@ -99,7 +99,7 @@ def test_adaptive_is_never_slower_than_any_fixed_width(concurrency: int, bed: Be
 
 
 @pytest.mark.parametrize("scene", ["mixed", "phases", "poor", "nearly always", "blind"])
-@pytest.mark.parametrize("concurrency", [1, 4, 24])
+@pytest.mark.parametrize("concurrency", [1, 24])
 def test_it_does_not_lose_on_other_traffic(scene: str, concurrency: int) -> None:
     bed = simulated_bed(SCENES[scene], K, concurrency, 128)
     work = jobs(concurrency + max(2 * concurrency, 8), 80)
@@ -131,12 +131,12 @@ def bundled_drafter() -> str:
 
 
 @pytest.mark.skipif(bool(bundled_drafter()), reason=bundled_drafter() or "it has one")
-@pytest.mark.parametrize("concurrency", [1, 8])
-def test_real_acceptance_of_the_bundled_model(concurrency: int) -> None:
+def test_real_acceptance_of_the_bundled_model(concurrency: int = 4) -> None:
     """A short look; the long one, to 1 %, is ``firesteel bench virtual --scenes model``."""
     bed, llm = model_bed(K, concurrency)
-    work = problem_jobs(llm, max(2 * concurrency, 10), 48)
-    for points in compare(bed, list(TABLES.values()), [concurrency], lambda c: work, widths=(0, 3, 5, 7)):
+    work = problem_jobs(llm, 2 * concurrency, 48)
+    prices = [TABLES["staircase"], TABLES["linear"]]
+    for points in compare(bed, prices, [concurrency], lambda c: work, widths=(0, 3, 7)):
         assert ratio(points) >= 0.98, (points[0].table, {p.arm: round(p.rate) for p in points})
 
 

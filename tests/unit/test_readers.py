@@ -10,6 +10,7 @@ import pytest
 
 from firesteel.bench.readers import (
     bundled,
+    fit_set,
     held_out_texts,
     random_prompts,
     read_requests,
@@ -128,7 +129,8 @@ def test_seeds_depend_on_all_three_and_nothing_else() -> None:
 
 
 def test_bundled_sets_share_no_prompt() -> None:
-    fit, held, texts = bundled("fit"), bundled("held-out"), held_out_texts()
+    fit, held, texts = fit_set(), bundled("held-out"), held_out_texts()
+    assert set(bundled("fit").asks) < set(fit.asks)
     assert (
         set(fit.domains()) == set(held.domains()) == set(texts.domains()) == {"arithmetic", "code", "prose"}
     )
@@ -137,7 +139,11 @@ def test_bundled_sets_share_no_prompt() -> None:
     def said(a: Any) -> str:
         return a.prompt or a.messages[-1][1]
 
-    assert not {said(a) for a in fit.asks} & {said(a) for a in (*held.asks, *texts.asks)}
+    unseen = {said(a) for a in (*held.asks, *texts.asks)}
+    assert not {said(a) for a in fit.asks} & unseen
+    assert not any(a[:80] == b[:80] for a in map(said, fit.asks) for b in unseen if len(b) >= 80), (
+        "one excerpt"
+    )
     for found in (fit, held, texts):
         assert len({a.key for a in found.asks}) == len(found)
     with pytest.raises(ParameterError, match="split="):

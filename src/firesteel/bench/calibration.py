@@ -28,7 +28,7 @@ from rich.table import Table
 
 from firesteel.bench.cli import engine_settings, rates
 from firesteel.bench.geometry import load
-from firesteel.bench.readers import RequestSet, bundled, encode, held_out_texts, read_requests
+from firesteel.bench.readers import RequestSet, encode, fit_set, held_out_texts, read_requests
 from firesteel.bench.report import environment, write_json
 from firesteel.config import ParameterError
 from firesteel.engine.llm import LLM
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace, progress: Callable[[str, int, int], None]) -> 
     if file is not None:
         fitted, origin = load_fit(file, args.k, head), Path(file).name
     else:
-        used = bundled("fit")
+        used = fit_set()
         total = len(used) * len(temperatures)
         cells = gather(llm, used, temperatures, args.max_tokens, 1, lambda n: progress("fitting", n, total))
         fitted, origin = calibrate(Blocks.joined([c.blocks for c in cells])), "fitted on " + used.name

@@ -3,7 +3,9 @@
 Host time is planning plus committing (``StepRecord.host_ms``), at several
 numbers of requests that decode together. The model is a tiny random one, so
 the share of the step is an upper bound: a real model's steps are longer, the
-host's work is the same. The second table runs 16 requests that share prefixes,
+host's work is the same. Adaptive verification is set against a fixed width on
+the engine without a model (``bench.hollow``), drawn acceptance and a virtual
+clock, in turns of the same run. The last table runs 16 requests that share prefixes,
 with the prefix cache and without it, and compares the texts.
 """
 
@@ -23,14 +25,19 @@ from rich.console import Console
 from rich.table import Table
 
 from firesteel.bench.report import environment, write_json
+from firesteel.bench.virtual import SCENES, jobs, simulated_bed, tables
 from firesteel.config import SamplingParams
 from firesteel.engine.llm import LLM
 from firesteel.engine.output import Completion
 from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
+from firesteel.speculation.cost import CostModel
+from firesteel.speculation.policy import FixedWidth, Policy
 
 REQUESTS = (1, 64, 256)
 PROMPT = 12  # tokens of each prompt when decoding is measured
 ROWS = 512  # rows of a step at least
+WIDTH = 7  # drafts per request of the fixed arm
+SETTLE = 120  # steps before adaptive verification is timed: it learns more often at first
 STEMS, USERS = 4, 4  # the mix: system prompts, requests of each
 
 
@@ -70,6 +77,44 @@ def host_cost(model: Path, requests: int, steps: int, backend: str) -> dict[str,
         "host_ms_p95": statistics.quantiles(host, n=20)[-1],
         "step_ms_median": statistics.median(turns),
         "share": statistics.median(host) / statistics.median(turns),
+    }
+
+
+def policy_cost(requests: int, steps: int, table: str) -> dict[str, Any]:
+    """Host time (CPU time of its thread) of adaptive verification and of a fixed width, in turns.
+
+    The fixed width has the same requests; the table of prices decides whether
+    drafting pays, so both kinds of decision are seen.
+    """
+    prices = tables(WIDTH)[table]
+    arms: dict[str, list[float]] = {"fixed": [], "adaptive": []}
+    length = 8 * (steps + SETTLE) + 64
+    beds = {name: simulated_bed(SCENES["measured"], WIDTH, requests, length) for name in arms}
+    policies: dict[str, Policy] = {"fixed": FixedWidth(WIDTH), "adaptive": beds["adaptive"].adaptive(prices)}
+    for name, bed in beds.items():
+        engine = bed.engine
+        engine.scheduler.policy, engine.runner.virtual = policies[name], CostModel(prices)
+        engine.runner.timer = time.thread_time
+        for prompt, params in jobs(requests, length - 32):
+            engine.add(prompt, params, params.seed or 0)
+        for _ in range(SETTLE):
+            engine.step()
+        engine.records.clear()
+    for _ in range(steps):
+        for bed in beds.values():
+            bed.engine.step()
+    for name, bed in beds.items():
+        arms[name] = [r.host_ms for r in bed.engine.records if r.decodes == requests]
+    fixed, adaptive = (statistics.median(v) for v in arms.values())
+    return {
+        "requests": requests,
+        "prices": table,
+        "steps": len(arms["adaptive"]),
+        "fixed_ms_median": fixed,
+        "fixed_ms_mean": statistics.fmean(arms["fixed"]),
+        "adaptive_ms_median": adaptive,
+        "adaptive_ms_mean": statistics.fmean(arms["adaptive"]),
+        "ratio": adaptive / fixed,
     }
 
 
@@ -133,6 +178,13 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{r['share']:.1%}",
         )
     console.print(table)
+    table = Table(title=f"host ms per step: fixed width {WIDTH} and adaptive verification, no model")
+    for column in ("requests", "prices", "fixed", "mean", "adaptive", "mean", "ratio"):
+        table.add_column(column, justify="right")
+    for r in result["adaptive"]:
+        figures = ("fixed_ms_median", "fixed_ms_mean", "adaptive_ms_median", "adaptive_ms_mean", "ratio")
+        table.add_row(str(r["requests"]), r["prices"], *(f"{r[f]:.3f}" for f in figures))
+    console.print(table)
     m = result["reuse"]
     table = Table(title=f"{m['requests']} requests, {STEMS} shared prefixes of {m['stem']} tokens")
     for column in ("run", "prompt rows", "saved", "seconds", "speed", "same texts"):
@@ -168,9 +220,16 @@ def main(argv: list[str] | None = None) -> int:
         if model is None:
             model = write_random(Path(temp) / "tiny", tiny_config(), 0)
         host = [host_cost(model, n, args.steps, args.backend) for n in args.requests]
+        policy = [policy_cost(n, args.steps, t) for n in args.requests for t in ("staircase", "linear")]
         saved = reuse(model, args.stem, args.tokens, args.backend)
         backend = LLM(model, backend=args.backend, max_model_len=512).notes[0]
-    result = {"environment": environment(), "backend": backend, "host": host, "reuse": saved}
+    result = {
+        "environment": environment(),
+        "backend": backend,
+        "host": host,
+        "adaptive": policy,
+        "reuse": saved,
+    }
     show(result, Console())
     write_json(result, args.json)
     return 0 if all(r["same_texts"] for r in saved["runs"]) else 1

@@ -262,23 +262,41 @@ def bundled(split: str = "held-out", per_domain: int | None = None) -> RequestSe
     return RequestSet(f"bundled {split}", tuple(mixed))
 
 
+def _beginnings(domain: str, held_out: bool, cuts: Sequence[float]) -> list[Ask]:
+    """Excerpts of the first half (held out) or of the second (for fitting), each cut at shares of its length."""
+    texts = [
+        json.loads(x)["text"] for x in (DATA / f"{domain}.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    half = len(texts) // 2
+    mine = range(half) if held_out else range(half, len(texts))
+    return [
+        Ask(f"{domain}-text-{i}-{c:g}", domain, prompt=texts[i][: int(c * len(texts[i]))])
+        for i in mine
+        for c in cuts
+    ]
+
+
 def held_out_texts(cuts: Sequence[float] = (0.1, 0.3, 0.5)) -> RequestSet:
     """Beginnings of unseen excerpts of code and prose, each cut at several shares of its length, and problems.
 
-    Nothing of it is in ``bundled``'s "fit" split; the problems are its held-out half, in both modes.
+    Nothing of it is in ``fit_set``: the excerpts are the first half, the problems their held-out half, in both modes.
     """
-    out: list[Ask] = []
-    for domain in ("code", "prose"):
-        lines = (DATA / f"{domain}.jsonl").read_text(encoding="utf-8").splitlines()
-        for i, line in enumerate(lines):
-            text = str(json.loads(line)["text"])
-            out += [Ask(f"{domain}-text-{i}-{c:g}", domain, prompt=text[: int(c * len(text))]) for c in cuts]
+    out = [ask for domain in ("code", "prose") for ask in _beginnings(domain, True, cuts)]
     problems = read_requests(DATA / "gsm_symbolic.jsonl", "gsm8k").asks
     for a in problems[len(problems) // 2 :]:
         for thinking in (False, True):
             mode = "thinking" if thinking else "chat"
             out.append(Ask(f"{a.key}-{mode}", "arithmetic", messages=a.messages, thinking=thinking))
     return RequestSet("held-out texts", tuple(out))
+
+
+def fit_set() -> RequestSet:
+    """What a calibration is fitted on: ``bundled("fit")`` and beginnings of the excerpts not held out.
+
+    Fitted on short prompts alone, survival is too high inside a page.
+    """
+    pairs = zip(_beginnings("code", False, (0.2,)), _beginnings("prose", False, (0.2,)), strict=True)
+    return RequestSet("bundled fit", (*bundled("fit").asks, *(ask for pair in pairs for ask in pair)))
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> RequestSet:

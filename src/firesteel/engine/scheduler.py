@@ -61,6 +61,8 @@ class _Draftboard:
     room: int
     chunks: list[Chunk] = field(default_factory=list)
     decodes: list[Sequence] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=list)  # of the first ``decodes``
+    candidates: list[Candidate] = field(default_factory=list)  # likewise
     firsts: list[Sequence] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -137,10 +139,13 @@ class Scheduler:
             [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
         )
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
-        load = self._load(sampling, rows - board.budget.drafts, board.room)
+        load = self._load(self._bounds(board), rows - board.budget.drafts, board.room)
         draft = NO_DRAFTING
         if self.gamma and sampling:
-            draft = self.policy.drafting([self._candidate(s) for s in sampling], load)
+            have = board.candidates  # nothing that they say has changed since
+            late = [self._candidate(s) for s in board.decodes[len(have) :]]
+            firsts = [self._candidate(s) for s in board.firsts]
+            draft = self.policy.drafting([*firsts, *have, *late], load)
         drafting = [s for s in sampling if s.request_id in draft.request_ids]
         calibration = self.policy.calibration()
         for seq in sampling:
@@ -183,9 +188,11 @@ class Scheduler:
         for seq in list(self.running):
             if seq.slot < 0 or seq.finish is not None or not seq.prefilled or seq.exhausted:
                 continue
-            ahead = min(seq.bound + 2 * (self.gamma + 1), seq.max_len)
+            bound = seq.bound
+            ahead = min(bound + 2 * (self.gamma + 1), seq.max_len)
             if board.room > 0 and self._grow(seq, ahead, board):
                 board.decodes.append(seq)
+                board.bounds.append(bound)
                 board.room -= 1
 
     def _plan_drafts(self, board: _Draftboard) -> None:
@@ -194,30 +201,34 @@ class Scheduler:
         pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
         kept = min(self.config.max_num_batched_tokens // 4, pending)
         if self.gamma and board.decodes:
-            candidates = [self._candidate(s) for s in board.decodes]
+            board.candidates = [self._candidate(s) for s in board.decodes]
             rows = len(board.decodes) + min(pending, board.room)
-            board.budget = self.policy.budget(candidates, self._load(board.decodes, rows, board.room - kept))
+            load = self._load(board.bounds, rows, board.room - kept)
+            board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
 
     @staticmethod
     def _candidate(seq: Sequence) -> Candidate:
         """It as the policy sees it; drafts that its length limit rules out do not exist."""
-        kind = int(seq.params.temperature > 0)
-        room = max(seq.max_len - seq.known - seq.in_flight - 1, 0)  # every step in flight gives a token
-        weight = 2.0 ** -min(max(seq.params.priority, -6), 6)
+        params, ready, cap = seq.params, seq.ready, seq.draft_cap
+        room = seq.max_len - seq.known - seq.in_flight - 1  # every step in flight gives a token
+        if room <= max(ready, cap):
+            ready, cap = min(ready, max(room, 0)), min(cap, max(room - 1, 0))
+        weight = 2.0 ** -min(max(params.priority, -6), 6) if params.priority else 1.0
+        kind = 1 if params.temperature > 0 else 0
         return Candidate(
-            seq.request_id,
-            min(seq.ready, seq.draft_cap, room),
-            min(seq.draft_cap, max(room - 1, 0)),
-            kind,
-            weight,
-            seq.params.min_tokens_per_second,
+            seq.request_id, min(ready, seq.draft_cap), cap, kind, weight, params.min_tokens_per_second
         )
 
     @staticmethod
-    def _load(group: list[Sequence], rows: int, room: int) -> Load:
-        context = sum(s.bound for s in group) / max(len(group), 1)
-        return Load(rows, float(len(group)), context, max(room, 0))
+    def _bounds(board: _Draftboard) -> list[int]:
+        """Of all requests that sample."""
+        late = board.decodes[len(board.bounds) :]
+        return [*(s.bound for s in board.firsts), *board.bounds, *(s.bound for s in late)]
+
+    @staticmethod
+    def _load(bounds: list[int], rows: int, room: int) -> Load:
+        return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0))
 
     def _plan_chunks(self, board: _Draftboard) -> None:
         prompts = [s for s in self.running if s.finish is None and not s.prefilled]

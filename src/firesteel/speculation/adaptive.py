@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 
 from firesteel.core import Budget
 from firesteel.speculation.book import Book
-from firesteel.speculation.budget import DraftPlan, StepCost, choose, choose_width, fixed
+from firesteel.speculation.budget import DraftPlan, StepCost, average_gains, best_of, choose_width, fixed
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.survival import Calibrator, Coefficients, Samples
 from firesteel.speculation.terms import Candidate, Drafting, Load, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
 
 Floats = NDArray[np.float64]
-BATCH = 8  # blocks, or steps, that are learned from at once
+BATCH = 8  # steps, and blocks at least, that are learned from at once
+EAGER = 4  # digests after which they come a step later each time, up to BATCH
 PERIOD = 8  # steps between plans while the load is the same
 ALL_WIDTHS = 8  # K up to which every width is tried
 TRIAL = 4  # requests that draft while nothing is known of the drafter
@@ -68,8 +69,12 @@ class Adaptive:
         self._probing: frozenset[int] = frozenset()
         self._pending: dict[int, Proposed] = {}  # drafts whose fate is not known yet
         self._blocks: list[Proposed] = []  # not yet in the book
-        self._fates: list[tuple[float, float, int, int, bool]] = []  # head, margin, depth, kind, accepted
-        self._waited = 0
+        self._fates: list[
+            tuple[Proposed, int, int]
+        ] = []  # a block, its drafts whose fate is known, accepted ones
+        self._waited, self._digests = 0, 0
+        self._gone: list[int] = []  # ended requests that the book still holds
+        self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
 
     # ---- questions ---------------------------------------------------------------
@@ -78,7 +83,12 @@ class Adaptive:
         able = [c for c in candidates if c.ready]
         if able and {c.request_id for c in able} <= self._probing:
             return replace(fixed([c.ready for c in able], load.room), reason="probe: drafting did not pay")
-        known = (tuple((c.request_id, c.ready) for c in candidates), load.rows, load.room, load.context // 32)
+        known = (
+            tuple((c.request_id, c.ready) for c in candidates),
+            load.rows,
+            load.room,
+            load.context // 128,
+        )
         if self._decided is not None and self._decided[0] == known and not self.book.wishes:
             return self._decided[1]
         budget = self._budget(candidates, able, load)
@@ -87,17 +97,26 @@ class Adaptive:
 
     def _budget(self, candidates: Sequence[Candidate], able: list[Candidate], load: Load) -> Budget:
         weights = self.book.weights(candidates)
-        gains = np.zeros((1, 0))
-        if able:
-            mine = np.array([c.ready > 0 for c in candidates])
-            cases = self.book.scenarios(able) * weights[mine, None]
-            exists = np.arange(self.gamma) < np.array([c.ready for c in able])[:, None]
-            gains = cases.reshape(len(cases), -1)[:, exists.ravel()]
+        gains = self._gains_of(candidates, able, weights)
         rate, extra = (None, 0.0) if self._plan is None else (self._plan.rate, 0.0)
         if rate is None:
             extra = self.cost.draft_ms(len(able), max((c.ready for c in able), default=0))
         value = float(weights.sum()) if len(weights) else load.sampling
-        return choose(gains, load.rows, value, self._prices(load), extra, load.room, rate)
+        return best_of(gains, load.rows, value, self._prices(load), extra, load.room, rate)
+
+    def _gains_of(self, candidates: Sequence[Candidate], able: list[Candidate], weights: Floats) -> Floats:
+        """[n] expected gains of the drafts that exist, best first; as before while nothing was learned."""
+        if not able:
+            return np.zeros(0)
+        key = (self.book.version, able)
+        if self._gains is not None and self._gains[0] == key and not self.book.wishes:
+            return self._gains[1]
+        mine = np.array([c.ready > 0 for c in candidates])
+        cases = self.book.scenarios(able) * weights[mine, None]
+        exists = np.arange(self.gamma) < np.array([c.ready for c in able])[:, None]
+        gains = average_gains(cases.reshape(len(cases), -1)[:, exists.ravel()])
+        self._gains = (key, gains)
+        return gains
 
     def _prices(self, load: Load) -> StepCost:
         return lambda rows: self.cost.step_ms(rows, load.context)
@@ -109,12 +128,11 @@ class Adaptive:
         if not able:
             return Drafting(frozenset(), 0, "no request wants drafts")
         self.book.ask(able)
-        weights = self.book.weights(able)
         self._age += 1
         drift = abs(len(able) - self._planned_for) > self._planned_for // 8
         if self._plan is None or self._age >= PERIOD or drift:
-            self._plan, self._decided = self._search(candidates, able, weights, load), None
-            self._here = float(self._prices(load)(np.array([load.rows]))[0])
+            self._plan, self._decided = self._search(candidates, able, load), None
+            self._here = self.cost.row_ms(load.rows, load.context)
             self._age, self._planned_for = 0, len(able)
         plan = self._plan
         self._credit += self.probe_share * self._here
@@ -123,7 +141,7 @@ class Adaptive:
             return self._probe(able, load)
         most = plan.requests if plan.requests < self._planned_for else len(able)
         most = min(most, TRIAL) if self.book.unproven else most
-        chosen = self._best(able, weights)[:most] if most < len(able) else able
+        chosen = self._best(able)[:most] if most < len(able) else able
         ids = frozenset(c.request_id for c in chosen)
         width, why = plan.width, "drafting pays"
         if len(ids) < len(able):
@@ -135,23 +153,20 @@ class Adaptive:
             )
         else:
             width, why = self._look_deeper(len(ids), width, why)
-        marked = (
-            {}
-            if weights.min() == weights.max()
-            else dict(zip((c.request_id for c in able), weights.tolist()))
-        )
+        if not self.book.wishes and all(c.weight == able[0].weight for c in able):
+            return Drafting(ids, width, why)
+        weights = self.book.weights(able).tolist()
+        marked = dict(zip((c.request_id for c in able), weights, strict=True))
         return Drafting(ids, width, why, marked)
 
-    def _best(self, able: Sequence[Candidate], weights: Floats) -> list[Candidate]:
+    def _best(self, able: Sequence[Candidate]) -> list[Candidate]:
         """Most promising first; equal ones by arrival."""
-        usual = self.book.usual(able).sum(1) * weights
+        usual = self.book.usual(able).sum(1) * self.book.weights(able)
         return [able[i] for i in sorted(range(len(able)), key=lambda i: (-usual[i], able[i].request_id))]
 
-    def _search(
-        self, candidates: Sequence[Candidate], able: Sequence[Candidate], weights: Floats, load: Load
-    ) -> DraftPlan:
+    def _search(self, candidates: Sequence[Candidate], able: Sequence[Candidate], load: Load) -> DraftPlan:
         """Plan of a step that runs anchors and drafts only: prompts are paid for whatever is decided."""
-        cases = self.book.scenarios(able) * weights[:, None]
+        cases = self.book.scenarios(able) * self.book.weights(able)[:, None]
         usual = cases.mean(0).sum(1)
         order = sorted(range(len(able)), key=lambda i: (-usual[i], able[i].request_id))
         return choose_width(
@@ -169,8 +184,8 @@ class Adaptive:
         width = min(self.gamma, max(2, (self.gamma + 1) // 2))
         if self._credit < self.cost.draft_ms(1, width):
             return Drafting(frozenset(), 0, "drafting does not pay")
-        here, more = self._prices(load)(np.array([load.rows, load.rows + width]))
-        price = float(more - here) + self.cost.draft_ms(1, width)
+        here, more = (self.cost.row_ms(load.rows + n, load.context) for n in (0, width))
+        price = more - here + self.cost.draft_ms(1, width)
         if self._credit < price:
             return Drafting(frozenset(), 0, "drafting does not pay")
         self._credit -= price
@@ -205,10 +220,7 @@ class Adaptive:
             p = self._pending.pop(v.request_id, None)
             if p is not None and v.verified and not v.ended:
                 last = min(v.accepted + 1, v.verified, len(p.margin))
-                self._fates.extend(
-                    (p.head[j] if p.head else 0.0, p.margin[j], j, p.kind, j < v.accepted)
-                    for j in range(last)
-                )
+                self._fates.append((p, last, min(v.accepted, last)))
         for p in proposed:
             self._pending[p.request_id] = p
         self._blocks.extend(proposed)
@@ -218,19 +230,20 @@ class Adaptive:
         self.cost.observe(timing.rows, timing.predicted_ms, timing.measured_ms)
         self.watch.price(timing.predicted_ms, timing.measured_ms)
         self._waited += 1
-        if self._waited >= BATCH or len(self._blocks) >= BATCH or self.book.unproven:
+        # what is new says much at first and little later
+        due = min(1 + self._digests // EAGER, BATCH) if len(self._blocks) >= BATCH else BATCH
+        if self._waited >= due or self.book.unproven:
             self._digest()
 
     def _digest(self) -> None:
         """Learn from what has gathered: few requests do not pay for arrays in every step."""
         self._waited, self._decided = 0, None
+        self._digests += bool(self._blocks)
         if self._fates:
-            columns = np.array(self._fates, dtype=np.float64).T
-            depth, kind = columns[2].astype(np.int64), columns[3].astype(np.int64)
-            samples = Samples(columns[0], columns[1], depth, kind, columns[4])
+            samples = _outcomes(self._fates)
             self._fates.clear()
             self.watch.outcomes(samples)
-            self.book.judge(depth, samples.accepted)
+            self.book.judge(samples.depth, samples.accepted)
             if self.calibrator.add(samples):
                 self.changed, self._plan = True, None
                 self.book.reprice(self.calibrator.coefficients)
@@ -238,12 +251,36 @@ class Adaptive:
             self.book.take(self._blocks)
             self.watch.signals(self._blocks)
             self._blocks.clear()
+        for request_id in self._gone:
+            self.book.forget(request_id)
+        self._gone.clear()
 
     def forget(self, request_id: int) -> None:
-        """A request has ended."""
-        self._digest()
+        """A request has ended; the book forgets it when it has its last blocks."""
         self._pending.pop(request_id, None)
-        self.book.forget(request_id)
+        self._gone.append(request_id)
+
+
+def _outcomes(fates: Sequence[tuple[Proposed, int, int]]) -> Samples:
+    """Blocks' drafts as columns."""
+    head: list[float] = []
+    margin: list[float] = []
+    depth: list[int] = []
+    kind: list[int] = []
+    accepted: list[float] = []
+    for p, last, hits in fates:
+        head.extend(p.head[:last] or [0.0] * last)
+        margin.extend(p.margin[:last])
+        depth.extend(range(last))
+        kind.extend([p.kind] * last)
+        accepted.extend([1.0] * hits + [0.0] * (last - hits))
+    return Samples(
+        np.array(head, dtype=np.float64),
+        np.array(margin, dtype=np.float64),
+        np.array(depth, dtype=np.int64),
+        np.array(kind, dtype=np.int64),
+        np.array(accepted, dtype=np.float64),
+    )
 
 
 def draft_widths(gamma: int) -> tuple[int, ...]:

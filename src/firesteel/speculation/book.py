@@ -32,6 +32,7 @@ MEMORY = 1024  # first drafts that the guess remembers
 FIRST, SAMPLE = 4, 8  # of a request the pool takes the first blocks, then every eighth: requests count alike
 SCENARIOS = 256  # requests times scenarios of one decision
 UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is known
+HOPELESS = 0.45  # the same from a file: so poor a drafter is believed at once
 FADE = 0.96  # per step
 FEW = 2.0  # how many blocks a depth's neighbour stands for
 
@@ -53,6 +54,9 @@ class Book:
 
     def __init__(self, depths: int, coefficients: Coefficients, proven: bool = False):
         """``proven``: the coefficients come from a file, so the drafter is known to be worth a try."""
+        usual = coefficients.usual
+        if usual and HOPELESS < usual[0] < UNKNOWN:  # traffic differs: a file that doubts is put to the test
+            usual, proven = (), False
         self.depths, self.coefficients, self._proven = depths, coefficients, proven
         self._row: dict[int, int] = {}
         self._free: list[int] = []
@@ -65,11 +69,13 @@ class Book:
         self._pool_count = [0] * CLASSES
         self._worth, self._worth_count = np.zeros((CLASSES, depths)), np.zeros((CLASSES, depths))
         self.shrink = SHRINK
+        self.version = 0  # of everything that ``scenarios`` depends on
+        self._scenes: tuple[object, Floats] | None = None  # the last ones and what they were made of
         self.wishes = False  # whether any request ever had one
         self._lives: deque[tuple[float, float, int]] = deque(maxlen=LIVES)
         self._takes = 0
-        self._prior = FILED if coefficients.usual else GUESS
-        self._start = _guess(coefficients.usual, depths)
+        self._prior = FILED if usual else GUESS
+        self._start = _guess(usual, depths)
         self._guess, self._fates = self._start, np.zeros((2, depths))  # accepted, tried
         self._usual = self._fill()
 
@@ -120,6 +126,7 @@ class Book:
         """A request has ended."""
         row = self._row.pop(request_id, None)
         if row is not None:
+            self.version += 1
             self._free.append(row)
             n = int(min(self._seen[row], CASES))
             if n > 1:
@@ -150,6 +157,7 @@ class Book:
     # ---- blocks ----------------------------------------------------------------------
     def take(self, proposed: Sequence[Proposed]) -> None:
         """New blocks, oldest first."""
+        self.version += 1
         by_width: dict[int, list[Proposed]] = {}
         for p in proposed:
             by_width.setdefault(len(p.margin), []).append(p)
@@ -231,6 +239,7 @@ class Book:
     def reprice(self, coefficients: Coefficients) -> None:
         """New coefficients: every block is priced again."""
         self.coefficients = coefficients
+        self.version += 1
         depth = np.arange(self.depths)
         for k in range(CLASSES):
             n = min(self._pool_count[k], POOL)
@@ -254,6 +263,7 @@ class Book:
     # ---- outcomes ---------------------------------------------------------------------
     def judge(self, depth: Ints, accepted: Floats) -> None:
         """The guess about requests of which nothing is known follows what became of drafts."""
+        self.version += 1
         self._fates[0] += np.bincount(depth, accepted, minlength=self.depths)[: self.depths]
         self._fates[1] += np.bincount(depth, minlength=self.depths)[: self.depths]
         if self._fates[1, 0] > MEMORY:
@@ -279,8 +289,14 @@ class Book:
         One block says little of the next, so a request's next one is any of
         its own newest or, the fewer those are, any of its class. 0 behind its cap.
         """
+        key = (self.version, [(c.request_id, c.cap, c.kind) for c in candidates])
+        if self._scenes is None or self._scenes[0] != key:
+            self._scenes = (key, self._make_scenes(candidates))
+        return self._scenes[1]
+
+    def _make_scenes(self, candidates: Sequence[Candidate]) -> Floats:
         r = len(candidates)
-        s = int(np.clip(SCENARIOS // max(r, 1), 2, 64))
+        s = min(max(SCENARIOS // max(r, 1), 2), 64)
         rows = self.rows([c.request_id for c in candidates])
         kind = np.array([c.kind for c in candidates], dtype=np.int64)
         case, column = np.arange(s)[:, None], np.arange(r)
@@ -299,6 +315,7 @@ class Book:
 
     def fade(self, request_ids: Sequence[int]) -> None:
         """What is known of requests that do not draft grows old."""
+        self.version += 1
         rows = self.rows(request_ids)
         self._trust[rows] *= FADE
 

@@ -69,13 +69,34 @@ def choose(
     step_ms: prices row counts; extra_ms: what the step costs besides, e.g. drafting.
     room: most drafts there are rows for.
     """
-    cases = np.atleast_2d(np.nan_to_num(survivals, nan=0.0).clip(min=0.0))
-    gains = np.sort(cases, axis=1)[:, ::-1].mean(0)
+    return best_of(average_gains(survivals), base_rows, base_value, step_ms, extra_ms, room, going_rate)
+
+
+def best_of(
+    gains: Floats,
+    base_rows: int,
+    base_value: float,
+    step_ms: StepCost,
+    extra_ms: float,
+    room: int,
+    going_rate: float | None = None,
+) -> Budget:
+    """``choose`` for gains [n] that are known by rank, best first."""
     most = min(len(gains), max(room, 0))
-    value = base_value + np.concatenate(([0.0], np.cumsum(gains[:most])))
     ms = step_ms(np.arange(base_rows, base_rows + most + 1)) + extra_ms
+    value = np.empty(most + 1)
+    value[0] = base_value
+    np.cumsum(gains[:most], out=value[1:])
+    value[1:] += base_value
     best = int(np.argmax(value / np.maximum(ms, 1e-6) if going_rate is None else value - going_rate * ms))
     return Budget(best, float(value[best]), float(ms[best]), _why(best, most, len(gains)))
+
+
+def average_gains(survivals: Floats) -> Floats:
+    """[n] gains, best first, of [n] or, averaged by rank, of [s, n] equally likely cases; NaN counts as 0."""
+    cases = np.atleast_2d(np.fmax(survivals, 0.0))  # fmax(NaN, 0) is 0
+    out: Floats = np.sort(cases, axis=1)[:, ::-1].mean(0)
+    return out
 
 
 def _why(best: int, most: int, drafts: int) -> str:
@@ -126,8 +147,12 @@ def choose_width(
     A cycle with width k for the first m requests costs draft_ms(m, k) plus the
     verification of the best of their drafts.
     """
-    cases = np.nan_to_num(profiles if profiles.ndim == 3 else profiles[None], nan=0.0)
+    cases = np.fmax(profiles if profiles.ndim == 3 else profiles[None], 0.0)
     s, requests, depths = cases.shape
+    if requests == 1 and bool((cases[..., 1:] <= cases[..., :-1]).all()):
+        return _width_of_one(
+            cases[:, 0].mean(0).tolist(), base_rows, base_value, step_ms, draft_ms, widths, room
+        )
     order = np.argsort(-cases.reshape(s, -1), axis=1, kind="stable")
     gains = np.take_along_axis(cases.reshape(s, -1), order, axis=1)
     rank, depth = order // depths, order % depths
@@ -144,6 +169,33 @@ def choose_width(
             at = int(np.argmax(rates))
             if rates[at] > best.rate * (1 + 1e-9):
                 best = DraftPlan(k, m, float(rates[at]), plain, at)
+    return best
+
+
+def _width_of_one(
+    gains: list[float],
+    base_rows: int,
+    base_value: float,
+    step_ms: StepCost,
+    draft_ms: Callable[[int, int], float],
+    widths: Sequence[int],
+    room: int,
+) -> DraftPlan:
+    """``choose_width`` for one request whose gains fall with depth: its best drafts are its first."""
+    rows = min(max(widths, default=0), len(gains), room)
+    ms = step_ms(np.arange(base_rows, base_rows + rows + 1)).tolist()
+    plain = base_value / max(ms[0], 1e-6) if base_rows else 0.0
+    best = DraftPlan(0, 0, plain, plain)
+    for k in widths:
+        draft, value = draft_ms(1, k), base_value
+        top, at = value / max(ms[0] + draft, 1e-6), 0
+        for b in range(1, min(k, rows) + 1):
+            value += gains[b - 1]
+            rate = value / max(ms[b] + draft, 1e-6)
+            if rate > top:
+                top, at = rate, b
+        if top > best.rate * (1 + 1e-9):
+            best = DraftPlan(k, 1, top, plain, at)
     return best
 
 

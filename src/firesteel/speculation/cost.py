@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,7 @@ class CostModel:
     """Prices steps and learns from measured ones."""
 
     table: CostTable
-    corrections: Floats = field(default_factory=lambda: np.ones(0))
+    corrections: list[float] = field(default_factory=list)
     draft_correction: float = 1.0
     departures: int = 0
     measured: int = 0
@@ -122,15 +123,18 @@ class CostModel:
         ms, self.spikes = _without_spikes(self._rows, np.array(self.table.step_ms, dtype=np.float64))
         # more rows never cost less: a size dearer than a larger one was mismeasured
         self._ms = np.minimum.accumulate(ms[::-1])[::-1]
-        self.corrections = np.ones(len(self._rows))
-        self._counts = np.zeros(len(self._rows))  # measurements near each size
-        self._logs = np.log(self._rows + 1)
+        # plain floats: a step asks for one price and corrects a dozen, which is too few for arrays
+        self._sizes = [float(r) for r in self.table.rows]
+        self._base = [float(v) for v in self._ms]
+        self.corrections = [1.0] * len(self._sizes)
+        self._corrected = list(self._base)
+        self._counts = [0.0] * len(self._sizes)  # measurements near each size
         self._drafts: dict[tuple[int, int], float] = {}  # uncorrected prices that were asked for
 
     def step_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
         """Predicted milliseconds for each row count; ``context``: mean tokens per row."""
         rows = np.asarray(rows)
-        corrected = self._ms * self.corrections
+        corrected = np.array(self._corrected)
         if self.table.staircase:
             at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
             out = corrected[at] * np.maximum(rows / self._rows[at], 1.0)
@@ -140,7 +144,25 @@ class CostModel:
             slope = (corrected[-1] - corrected[0]) / max(last - self._rows[0], 1.0)
             out = out + np.maximum(rows - last, 0) * slope
         beyond = (self.table.context if context is None else context) - self.table.context
-        return np.maximum(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
+        priced: Floats = np.maximum(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
+        return priced
+
+    def row_ms(self, rows: int, context: float | None = None) -> float:
+        """``step_ms`` of one row count."""
+        sizes, ms = self._sizes, self._corrected
+        at, last = bisect_left(sizes, rows), len(sizes) - 1
+        if self.table.staircase:
+            at = min(at, last)
+            out = ms[at] * max(rows / sizes[at], 1.0)
+        elif at > last:
+            out = ms[-1] + (rows - sizes[-1]) * (ms[-1] - ms[0]) / max(sizes[-1] - sizes[0], 1.0)
+        elif at == 0:
+            out = ms[0]
+        else:
+            low = sizes[at - 1]
+            out = ms[at - 1] + (ms[at] - ms[at - 1]) * (rows - low) / (sizes[at] - low)
+        beyond = (self.table.context if context is None else context) - self.table.context
+        return max(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
 
     def curve(self) -> list[tuple[int, float]]:
         """(rows, predicted milliseconds) at the measured row counts, as corrected so far."""
@@ -161,20 +183,22 @@ class CostModel:
 
     def price(self, rows: int, context: float, requests: int, width: int) -> float:
         """Milliseconds of a whole step: its rows, and drafting ``width`` for ``requests``."""
-        step = float(self.step_ms(np.array([rows]), context)[0]) if rows else 0.0
-        return step + self.draft_ms(requests, width)
+        return (self.row_ms(rows, context) if rows else 0.0) + self.draft_ms(requests, width)
 
     def observe(self, rows: int, predicted_ms: float, measured_ms: float) -> bool:
         """Learn from a whole step; True if it departed from its prediction by more than 1.3x."""
-        if rows <= 0 or not np.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
+        if rows <= 0 or not math.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
             return False
         self.measured += 1
         ratio = min(max(measured_ms / predicted_ms, 0.2), 5.0)
-        near = np.exp(-np.abs(self._logs - math.log(rows + 1)))  # neighbours learn with it
-        rate = np.maximum(RATE, EARLY / (1.0 + self._counts / 8.0))
-        self._counts += near
-        self.corrections *= np.exp(rate * near * math.log(ratio))
-        np.minimum(np.maximum(self.corrections, 0.02), 50.0, out=self.corrections)
+        log = math.log(ratio)
+        for i, size in enumerate(self._sizes):
+            # neighbours learn with it: by the ratio of their sizes
+            near = (size + 1.0) / (rows + 1.0) if size < rows else (rows + 1.0) / (size + 1.0)
+            rate = max(RATE, EARLY / (1.0 + self._counts[i] / 8.0))
+            self._counts[i] += near
+            self.corrections[i] = min(max(self.corrections[i] * math.exp(rate * near * log), 0.02), 50.0)
+            self._corrected[i] = self._base[i] * self.corrections[i]
         self.draft_correction = min(max(self.draft_correction * ratio ** (RATE / 2), 0.02), 50.0)
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed

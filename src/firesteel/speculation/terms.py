@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from firesteel.core import Budget
 from firesteel.speculation.survival import Coefficients
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):  # one per request and step: tuples are made three times as fast
     """A running request as the policy sees it."""
 
     request_id: int
@@ -45,8 +44,7 @@ class Drafting:
     weights: Mapping[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Proposed:
+class Proposed(NamedTuple):
     """What a drafting pass said of one request: one value per depth."""
 
     request_id: int
@@ -56,8 +54,7 @@ class Proposed:
     survival: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Verified:
+class Verified(NamedTuple):
     """What became of one request's drafts in a committed step.
 
     Drafts from the first on that a grammar forbids are left out of ``verified``:

@@ -7,6 +7,7 @@ wrong stops paying. But whoever runs the engine should hear of it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -70,7 +71,8 @@ class Watch:
         self._ratios.append(measured_ms / predicted_ms)
         self._priced += 1
         if len(self._ratios) >= 16 and self._priced % 8 == 0:
-            middle = float(np.median(list(self._ratios)[-16:]))
+            newest = sorted(list(self._ratios)[-16:])
+            middle = 0.5 * (newest[7] + newest[8])
             self._set(
                 "cost table departs",
                 not 1 / DEPARTS <= middle <= DEPARTS,
@@ -91,12 +93,13 @@ class Watch:
 
     def signals(self, proposed: Sequence[Proposed]) -> None:
         """Confidences of new drafts."""
-        values = np.array([v for p in proposed for v in p.head], dtype=np.float64)
-        if not len(values):
+        values = [v for p in proposed for v in p.head]
+        if not values:
             return
-        broken = not bool(np.isfinite(values).all())
-        tame = np.nan_to_num(values)
-        self._heads.append((float(tame.min()), float(tame.max()), values.size))
+        broken = not math.isfinite(sum(values))
+        if broken:
+            values = np.nan_to_num(np.array(values, dtype=np.float64)).tolist()
+        self._heads.append((min(values), max(values), len(values)))
         self._set(
             "confidence not finite", broken, "the confidence head gives NaN or infinity; it counts as 0"
         )

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from firesteel.bench.readers import bundled, encode
+from firesteel.bench.readers import encode, fit_set
 from firesteel.bench.report import environment, write_json
 from firesteel.config import ParameterError, SamplingParams
 from firesteel.core import Budget
@@ -364,7 +364,7 @@ def run(job: Job, progress: Callable[[int, int], None] = lambda _d, _t: None) ->
     spec = {"num_speculative_tokens": job.k or dspark.block_size, "acceptance": job.acceptance}
     llm = LLM(job.model, speculative=spec, **job.engine)
     if job.prompts is None:
-        prompts: list[str | list[int]] = [encode(llm, ask) for ask in bundled("fit").asks[: job.limit]]
+        prompts: list[str | list[int]] = [encode(llm, ask) for ask in fit_set().asks[: job.limit]]
     else:
         prompts = read_prompts(job.prompts, llm, job.limit)
     total = len(prompts) * len(job.temperatures)

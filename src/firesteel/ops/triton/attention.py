@@ -72,7 +72,12 @@ def _window_rows(
         source = first + want - start
         valid = (want >= 0) & (i < SPAN)
     older = ring_ptr + slot * (RING * D) + tl.maximum(want, 0) % RING * D
-    return tl.where(here, kv_ptr + source * D, older), valid
+    pointer = tl.where(here, kv_ptr + source * D, older)
+    if (
+        D % 8 == 0
+    ):  # rows begin at 16 bytes; Triton 3.8 does not see it through a select and loads 2 bytes at a time
+        pointer = tl.multiple_of(pointer, 16)  # lost if another function does this
+    return pointer, valid
 
 
 @triton.jit
@@ -241,6 +246,8 @@ def attend(
                 KIND,
             )
             pointer = tl.where(raw, pointer, more)
+            if D % 8 == 0:  # see _window_rows
+                pointer = tl.multiple_of(pointer, 16)
             valid = tl.where(raw, valid, seen)
         inside_keys = valid[:, None]
         if BD > D:
@@ -353,6 +360,7 @@ def attention(
     kind, chosen, most, per_page = NONE, 0, 0, 1
     if entries is not None:
         assert entries.stride()[1:] == (dim, 1), "the entries of a page lie in order"
+        assert dim % 8 or entries.stride(0) % 8 == 0, "entries begin at 16 bytes"
         per_page, most = ctx.page_size // ratio, (ctx.rows.max_position + 1) // ratio
         kind = ALL
         if selection is not None:

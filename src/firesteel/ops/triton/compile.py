@@ -6,6 +6,9 @@ any fault: a kernel that does not compile or needs more local memory than a prog
 gets, a spill (on gfx942 more than ALLOWED_SPILLS), a block-scaled kernel without that
 instruction on gfx950, ``dot_scaled`` on gfx942. Nothing here is run on a device: the
 figures say what the compiler made, not that it computes the right thing.
+
+The file of figures keeps one run per Triton version: a run replaces the kernels it
+compiled and leaves the other versions' alone, and the table shows all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ MODULES = (
     "head", "sample", "draft", "shape", "rows", "commit",
 )  # fmt: skip
 STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all
-ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill
+ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill; none does (Triton 3.8.0)
 INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async\S+|mma\.sync\S+|tcgen05\.mma\S*|v_s?mfmac?_\w+)")
 SCALED = "v_mfma_scale"
 
@@ -49,7 +52,7 @@ SCALED = "v_mfma_scale"
 class Made:
     """What the compiler made of one kernel for one target.
 
-    ``registers``: vector registers per thread (AMD: plus accumulation registers);
+    ``registers``: vector registers per thread (AMD: with the ``accumulators`` among them);
     ``local``: bytes of LDS or shared memory; ``spills``: registers (AMD) or bytes of stack frame (NVIDIA);
     ``matrix``: how often each matrix instruction stands in the code.
     """
@@ -183,36 +186,89 @@ def short(name: str) -> str:
     return name.replace(".sync.aligned", "").replace("mma_async.", "")
 
 
-def page(made: Sequence[Made]) -> str:
+Runs = dict[str, list[Made]]  # Triton version -> kernels
+
+
+def read_runs(path: Path) -> Runs:
+    """The figures of a file that ``write_runs`` wrote; none if there is no file."""
+    if not path.exists():
+        return {}
+    raw = json.loads(path.read_text())
+    return {version: [Made(**made) for made in kernels] for version, kernels in raw["triton"].items()}
+
+
+def write_runs(path: Path, runs: Runs) -> None:
+    """One line per kernel, so that a change of one is a change of one line."""
+    blocks = []
+    for version, made in runs.items():
+        figures = [
+            {k: v for k, v in asdict(m).items() if k != "seconds"} for m in made
+        ]  # a cache has no time
+        lines = ",\n".join("   " + json.dumps(f) for f in figures)
+        blocks.append(f'  "{version}": [\n{lines}\n  ]')
+    path.write_text('{\n "command": "make kernels",\n "triton": {\n' + ",\n".join(blocks) + "\n }\n}\n")
+
+
+def merged(old: Runs, version: str, made: Sequence[Made]) -> Runs:
+    """``old`` with ``made`` in place of the same kernels of that version; kernels that are no more go."""
+    kept = {(m.kernel, m.target): m for m in old.get(version, [])} | {(m.kernel, m.target): m for m in made}
+    order = [(spec.name, target) for spec in specs() for target in TARGETS if target in spec.targets]
+    runs = {**old, version: [kept[pair] for pair in order if pair in kept]}
+    return dict(sorted(runs.items(), reverse=True))
+
+
+def summary(runs: Runs) -> list[str]:
+    """A line per version and target."""
+    lines = [
+        "| Triton | target | kernels | spilling | most registers | most local KiB | native scaled instruction |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    native = re.compile(r"v_mfma_scale|block_scale|mxf4|mxf8")
+    for version, made in runs.items():
+        for target in TARGETS.values():
+            rows = [m for m in made if m.target == target.name]
+            if not rows:
+                continue
+            scaled = sum(any(native.search(name) for name in m.matrix) for m in rows)
+            local = f"{max(m.local for m in rows) / 1024:.1f} of {target.local_bytes // 1024}"
+            spilling, registers = sum(m.spills > 0 for m in rows), max(m.registers for m in rows)
+            lines.append(
+                f"| {version} | {target.name} | {len(rows)} | {spilling} | {registers} | {local} | {scaled or '–'} |"
+            )
+    return lines
+
+
+def table(rows: Sequence[Made]) -> list[str]:
+    """A line per kernel."""
+    lines = ["| kernel | registers | local KiB | spills | matrix instructions |", "|---|---|---|---|---|"]
+    for m in rows:
+        registers = f"{m.registers} ({m.accumulators})" if m.accumulators else str(m.registers)
+        matrix = ", ".join(f"{short(name)} ×{count}" for name, count in m.matrix.items()) or "–"
+        spills = "; ".join([str(m.spills), *m.faults])
+        lines.append(f"| {m.kernel} | {registers} | {m.local / 1024:.1f} | {spills} | {matrix} |")
+    return lines
+
+
+def page(runs: Runs) -> str:
     """docs/kernels.md."""
     lines = [
         "# Kernels as compiled",
         "",
-        f"Made by `make kernels` with Triton {triton.__version__}; no device was used. Registers per thread "
-        "(vector + accumulation on AMD), local memory per program in KiB, spills in registers (AMD) or bytes of "
-        "stack frame (NVIDIA), matrix instructions in the code.",
+        "Made by `make kernels`; no device was used, so this shows what the compiler made and not that it "
+        "computes the right thing. Registers: per thread, on AMD vector registers (of which accumulation "
+        "registers); local: LDS or shared memory of a program; spills: registers (AMD) or bytes of stack frame "
+        "(NVIDIA); then how often each matrix instruction stands in the code. The widths are those of "
+        "DeepSeek-V4-Flash.",
+        "",
+        *summary(runs),
     ]
-    for target in TARGETS.values():
-        rows = [m for m in made if m.target == target.name]
-        if not rows:
-            continue
-        budget = target.local_bytes // 1024
-        lines += [
-            "",
-            f"## {target.name}",
-            "",
-            f"Local memory a program may use: {budget} KiB; wave of {target.wave}.",
-            "",
-        ]
-        lines += [
-            "| kernel | registers | local KiB | spills | matrix instructions |",
-            "|---|---|---|---|---|",
-        ]
-        for m in rows:
-            registers = f"{m.registers} + {m.accumulators}" if m.accumulators else str(m.registers)
-            matrix = ", ".join(f"{short(name)} ×{count}" for name, count in m.matrix.items()) or "–"
-            spills = "; ".join([str(m.spills), *m.faults])
-            lines.append(f"| {m.kernel} | {registers} | {m.local / 1024:.1f} | {spills} | {matrix} |")
+    for version, made in runs.items():
+        for target in TARGETS.values():
+            rows = [m for m in made if m.target == target.name]
+            if rows:
+                lines += ["", f"## {target.name}, Triton {version}", ""]
+                lines += [f"A program may use {target.local_bytes // 1024} KiB; waves of {target.wave}.", ""]
+                lines += table(rows)
     return "\n".join(lines) + "\n"
 
 
@@ -222,17 +278,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of kernel names")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", help="file for the figures")
-    parser.add_argument("--docs", help="file for the table")
+    parser.add_argument("--json", type=Path, help="file of figures to bring up to date")
+    parser.add_argument("--docs", type=Path, help="file for the table")
     args = parser.parse_args(arguments)
     if launch.INTERPRETED:
         parser.error("kernels are interpreted here; unset TRITON_INTERPRET")
     made = make_all(specs(args.only), args.targets, args.jobs)
+    runs = merged(read_runs(args.json) if args.json else {}, triton.__version__, made)
     if args.json:
-        result = {"triton": triton.__version__, "kernels": [asdict(m) for m in made]}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        write_runs(args.json, runs)
     if args.docs:
-        Path(args.docs).write_text(page(made))
+        args.docs.write_text(page(runs))
     bad = [m for m in made if m.faults]
     print(f"{len(made)} compiled, {len(bad)} with faults")
     for m in bad:

@@ -370,7 +370,7 @@ def _expert_specs(
         "gfx942": {"num_stages": 2, "matrix_instr_nonkdim": 16, "FNUZ": True},
         "sm_90": {"ASM": True}
         | ({"maxnreg": 168} if fp8 and tile_n == 16 and format_ == "planes" else {})
-        | ({"num_warps": 8} if format_ == "rows" else {}),
+        | ({"num_warps": 8} if fp8 and format_ == "rows" else {}),
         "sm_100": {"ASM": True},
     }  # fmt: skip
     options = {"num_warps": 4, "num_stages": 2 if kind == "f32" else 4}

@@ -22,7 +22,7 @@ from torch import Tensor
 from firesteel.ops.triton.launch import cdiv, dense, kernel
 from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.target import Target
+from firesteel.ops.triton.target import TARGETS, Target
 from firesteel.ops.types import Linear, SlotState
 
 TILE_V, TILE_K = 128, 64
@@ -171,10 +171,14 @@ def row_tile(rows: int, narrow: bool) -> int:
     return next((t for t in ROW_TILES if rows <= t), ROW_TILES[-1])
 
 
-def options(target: Target) -> dict[str, Any]:
-    """Warps and stages of the head on a target; the same for every row count."""
+def options(target: Target, walk: bool) -> dict[str, Any]:
+    """Warps and stages of the head, or of a step of the walk, on a target; the same for every row count.
+
+    The walk's K is 256: on gfx942 a second stage brings little and spills 6 registers.
+    """
     if target.backend == "hip":
-        return {"num_warps": 8, "num_stages": 2, "matrix_instr_nonkdim": 16}
+        stages = 1 if walk and target.name == "gfx942" else 2
+        return {"num_warps": 8, "num_stages": stages, "matrix_instr_nonkdim": 16}
     if target.backend == "cuda":
         return {"num_warps": 8, "num_stages": 4}
     return {}
@@ -245,7 +249,7 @@ def run_head(
         PICK=sampling is not None,
         REJECTION=walk is not None and walk.rejection,
         CHUNK=CHUNK,
-        **options(target),
+        **options(target, walk is not None),
     )
     return parts
 
@@ -262,7 +266,6 @@ def _specs() -> list[Spec]:
     counts = ("rows", "row_tiles", "base_stride", "out_stride", "tiles")
     arrays = {"x": "*bf16", "w": "*bf16", "base": "*fp32", "previous": "*i64", "out": "*fp32"}
     signature = {**arrays, **KEY, **PARTS, **dict.fromkeys(counts, "i32")}
-    amd = {"num_stages": 2, "matrix_instr_nonkdim": 16}
 
     def spec(name: str, tile: int, k: int, walk: bool, store: bool, pick: bool) -> Spec:
         shape = {"VOCAB": 129280, "K": k, "TILE_V": TILE_V, "TILE_R": tile, "TILE_K": TILE_K}
@@ -275,7 +278,7 @@ def _specs() -> list[Spec]:
             types,
             constants,
             {"num_warps": 8, "num_stages": 4},
-            overrides={"gfx950": amd, "gfx942": amd},
+            overrides={t: options(TARGETS[t], walk) for t in ("gfx950", "gfx942")},
         )
 
     out = [spec(f"head_sample_{t}", t, 4096, False, False, True) for t in ROW_TILES]

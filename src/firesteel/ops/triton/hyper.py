@@ -15,11 +15,13 @@ from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import COPY_TILE, types, warps
 from firesteel.ops.triton.rounding import on_grid, sigmoid
 from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.target import of_device
 from firesteel.ops.types import Norm
 
 ROWS = 16  # rows of one product tile, whatever the pass holds
 CHUNK = 512  # input channels of one partial sum
 STEP = 128
+STAGES, STAGES_SM100 = 3, 2  # of the product; a third stage spills 16 bytes on sm_100
 
 
 @kernel("rows")
@@ -224,8 +226,9 @@ def _parts(h: Tensor, fn: Tensor, official: bool) -> Tensor:
     assert fn.dtype == torch.float32 and fn.is_contiguous() and h[0].numel() == k
     width, chunks = pow2(max(16, n + 1)), cdiv(k, CHUNK)
     part = torch.empty(chunks, rows, width, dtype=torch.float32, device=h.device)
+    stages = STAGES_SM100 if of_device(h.device).name == "sm_100" else STAGES
     coefficient_parts[(cdiv(rows, ROWS), chunks)](
-        h, fn, part, rows, n, k, width, ROWS, CHUNK, STEP, official, num_warps=4, num_stages=3
+        h, fn, part, rows, n, k, width, ROWS, CHUNK, STEP, official, num_warps=4, num_stages=stages
     )
     return part
 
@@ -347,7 +350,8 @@ def _specs() -> list[Spec]:
                 coefficient_parts,
                 {**types(f32="fn_ptr part_ptr", int="rows"), **types(**{t: "h_ptr"})},
                 {"N": 24, "K": 16384, "NP": 32, "BR": ROWS, "SIZE": CHUNK, "BK": STEP, **o},
-                {"num_warps": 4, "num_stages": 3},
+                {"num_warps": 4, "num_stages": STAGES},
+                overrides={"sm_100": {"num_stages": STAGES_SM100}},
             ),
             Spec(
                 f"hyper_pre_{name}",

@@ -17,11 +17,12 @@ from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
 from firesteel.ops.triton.rounding import e2m1_groups, on_grid, operand, rotation
 from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.target import Target, of_device
 from firesteel.ops.types import PassContext
 
 TILE = 64  # the width of a selection is a multiple of this unless top_k cuts it
 SCORE_KEYS = 128  # entries of one scoring program
-SELECT_KEYS = 4096  # scores of one step of the search
+SELECT_KEYS, SELECT_KEYS_AMD = 4096, 2048  # scores of one step of the search, see ``search_of``
 SCORE_BYTES = 1 << 29  # scores held at once; longer passes go in pieces of rows
 
 
@@ -175,6 +176,17 @@ def select_entries(
         ties += tl.sum(tie)
 
 
+def search_of(width: int, target: Target) -> tuple[int, int]:
+    """(scores of a step, warps) of the search through ``width`` scores; the selection is the same for any.
+
+    AMD keeps a mask of every element of a thread in scalar registers: those of eight elements spill,
+    those of two do not, hence the smaller step and the sixteen waves.
+    """
+    amd = target.backend == "hip"
+    step = min(SELECT_KEYS_AMD if amd else SELECT_KEYS, max(1024, pow2(width)))
+    return step, (4 if step == 1024 else 16 if amd else 8)
+
+
 def index_select(
     q: Tensor,
     head_weights: Tensor,
@@ -202,7 +214,7 @@ def index_select(
         scores = torch.empty(n, width, dtype=kind, device=device)
         if width:
             _score(q, head_weights, keys, ratio, top_k, table, ctx, official, row0, scores)
-        search = min(SELECT_KEYS, max(1024, pow2(max(width, columns))))
+        step, warps = search_of(max(width, columns), of_device(device))
         select_entries[(n,)](
             scores,
             r.positions,
@@ -212,9 +224,9 @@ def index_select(
             width,
             columns,
             ratio,
-            search,
+            step,
             16 if official else 32,
-            num_warps=8 if search > 1024 else 4,
+            num_warps=warps,
         )
     return out
 
@@ -309,6 +321,7 @@ def _specs() -> list[Spec]:
             types(bf16="score_ptr", i64="position_ptr out_ptr", int="row0 top_k width columns"),
             {"RATIO": 4, "BLOCK": SELECT_KEYS, "BITS": 16},
             {"num_warps": 8},
+            overrides={t: {"BLOCK": SELECT_KEYS_AMD, "num_warps": 16} for t in ("gfx950", "gfx942")},
         ),
     ]
 

@@ -141,7 +141,7 @@ def last_kept(line, vocab, heat, top, floor, goal, MASS: tl.constexpr, TILE: tl.
     found = tl.zeros((), tl.uint32)
     lane = tl.arange(0, TILE)
     unit = tl.full((), 1 << 30, tl.uint32)
-    for _ in range(16):
+    for _digit in range(16):  # not `_`: the inner loop assigns a tile to it, and a variable has one type
         one, two, three = found + unit, found + 2 * unit, found + 3 * unit
         sum1 = tl.zeros((TILE,), tl.int64)
         sum2 = tl.zeros((TILE,), tl.int64)
