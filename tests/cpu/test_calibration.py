@@ -48,10 +48,10 @@ def test_device_survival_is_the_formula_that_was_fitted(kind: type[Any], head: b
     assert len(set(heat[:, 0])) == 2
 
 
-def test_bundled_calibration_knows_what_its_depths_are_worth() -> None:
+def test_bundled_calibration_leaves_it_to_the_traffic_how_drafts_fare() -> None:
     made = Coefficients.load(BUNDLED / "calibration.json")
     assert made.depth.shape == (2, 7) and made.uses_head and made.uses_margin
-    assert len(made.usual) == 7 and all(0.3 < u < 1.0 for u in made.usual)
+    assert made.usual == (), "made from a mixture that is nobody's traffic"
     assert (made.head > 0).all() and (made.margin > 0).all(), "a clearer draft is a likelier one"
     origin = json.loads((BUNDLED / "calibration.json").read_text())["origin"]
     assert origin["requests"] == 2 * len(fit_set()), "made from the fit set, greedy and sampled"

@@ -32,7 +32,6 @@ MEMORY = 1024  # first drafts that the guess remembers
 FIRST, SAMPLE = 4, 8  # of a request the pool takes the first blocks, then every eighth: requests count alike
 SCENARIOS = 256  # requests times scenarios of one decision
 UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is known
-HOPELESS = 0.45  # the same from a file: so poor a drafter is believed at once
 FADE = 0.96  # per step
 FEW = 2.0  # how many blocks a depth's neighbour stands for
 
@@ -55,8 +54,6 @@ class Book:
     def __init__(self, depths: int, coefficients: Coefficients, proven: bool = False):
         """``proven``: the coefficients come from a file, so the drafter is known to be worth a try."""
         usual = coefficients.usual
-        if usual and HOPELESS < usual[0] < UNKNOWN:  # traffic differs: a file that doubts is put to the test
-            usual, proven = (), False
         self.depths, self.coefficients, self._proven = depths, coefficients, proven
         self._row: dict[int, int] = {}
         self._free: list[int] = []

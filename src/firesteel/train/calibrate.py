@@ -372,6 +372,8 @@ def run(job: Job, progress: Callable[[int, int], None] = lambda _d, _t: None) ->
         llm, prompts, job.temperatures, job.max_tokens, job.seed, lambda done: progress(done, total)
     )
     fitted, said = report(blocks, uses_margin=job.acceptance == "coupled")
+    if job.prompts is None:  # nobody's traffic: what drafts are usually worth is for the engine to find out
+        fitted = replace(fitted, coefficients=replace(fitted.coefficients, usual=()))
     about = {"environment": environment(), "notes": list(llm.notes), "k": spec["num_speculative_tokens"]}
     about |= {"temperatures": list(job.temperatures), "acceptance": job.acceptance, "prompts": len(prompts)}
     return fitted, about | said
