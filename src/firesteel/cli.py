@@ -25,7 +25,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--thinking", action="store_true", help="with --chat: let the model think first")
     generate.add_argument("--thinking-budget", type=int, metavar="N", help="tokens the reasoning may have")
     generate.add_argument(
-        "--json-schema", metavar="FILE", help="the answer is JSON of this schema; with --chat the model is told"
+        "--json-schema",
+        metavar="FILE",
+        help="the answer is JSON of this schema; with --chat the model is told",
     )
     _model_options(generate)
     _sampling_options(generate)
@@ -65,10 +67,14 @@ def _parser() -> argparse.ArgumentParser:
 
     sub.add_parser("train", help="corpus, target, drafter or export: small V4 models", add_help=False)
     sub.add_parser("profile", help="measure what steps cost here, and save the table", add_help=False)
-    sub.add_parser("simulate", help="predict throughput from a cost table, without the hardware", add_help=False)
+    sub.add_parser(
+        "simulate", help="predict throughput from a cost table, without the hardware", add_help=False
+    )
     sub.add_parser("bench", help="benchmarks by name: sweep, steps, exact, ...", add_help=False)
 
-    doctor = sub.add_parser("doctor", help="check this machine: versions, devices, self-tests, the bundled model")
+    doctor = sub.add_parser(
+        "doctor", help="check this machine: versions, devices, self-tests, the bundled model"
+    )
     doctor.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
     doctor.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
     doctor.add_argument("--threads", type=int, default=None, help="CPU threads per op")

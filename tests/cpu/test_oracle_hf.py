@@ -82,7 +82,9 @@ def test_the_comparison_notices_damage(name: str, what: str) -> None:
     assert b.far(got, slice(40, None)) > 10 * b.bound
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend", [b for b in BACKENDS if b != "triton"]
+)  # interpreted kernels take minutes
 def test_random_geometries(backend: str) -> None:
     """A few of the wide sweep; ``python -m oracles.sweep hf --count 100`` runs more."""
     try:
