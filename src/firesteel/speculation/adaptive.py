@@ -10,6 +10,8 @@ decisions, both linear in what is known:
 There is no learning phase. What is unknown starts from a guess that a handful
 of outcomes corrects, and where drafting does not pay, or shallower drafts pay
 than could be made, a probe looks again for ``probe_share`` of the step time.
+Where requests differ, a new one is looked at once: a drafting pass shows its
+own signals, and the next plan decides on them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firesteel.core import Budget
-from firesteel.speculation.book import Book
+from firesteel.speculation.book import SHRINK, Book
 from firesteel.speculation.budget import DraftPlan, StepCost, average_gains, best_of, choose_width, fixed
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.survival import Calibrator, Coefficients, Samples
@@ -54,10 +56,11 @@ class Adaptive:
         calibrator: Calibrator,
         *,
         probe_share: float = 0.004,
+        look_share: float = 0.004,
         rejection: bool = False,
     ):
         self.gamma, self.cost, self.calibrator = gamma, cost, calibrator
-        self.probe_share, self.rejection = probe_share, rejection
+        self.probe_share, self.look_share, self.rejection = probe_share, look_share, rejection
         self.watch = Watch(cost)
         self.book = Book(gamma, calibrator.coefficients, calibrator.trust > 1.0)
         self.widths = draft_widths(gamma)
@@ -67,6 +70,7 @@ class Adaptive:
         self._age, self._planned_for = 0, -1
         self._credit, self._turn, self._here = 0.0, 0, 0.0
         self._probing: frozenset[int] = frozenset()
+        self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
         self._pending: dict[int, Proposed] = {}  # drafts whose fate is not known yet
         self._blocks: list[Proposed] = []  # not yet in the book
         self._fates: list[
@@ -136,7 +140,11 @@ class Adaptive:
             self._age, self._planned_for = 0, len(able)
         plan = self._plan
         self._credit += self.probe_share * self._here
+        self._looks += self.look_share * self._here
         if not plan.pays:
+            look = self._look(able)
+            if look is not None:
+                return look
             self.book.fade([c.request_id for c in able])
             return self._probe(able, load)
         most = plan.requests if plan.requests < self._planned_for else len(able)
@@ -178,6 +186,24 @@ class Adaptive:
             self.widths,
             load.room + len(able) * self.gamma,
         )
+
+    def _look(self, able: list[Candidate]) -> Drafting | None:
+        """A new request drafts once where drafting does not pay: its own signals tell whether it is an exception.
+
+        Only where requests have been found to differ, within ``look_share`` of the step time.
+        """
+        if self.book.shrink >= SHRINK or self._looks < self.cost.draft_ms(1, self.gamma):
+            return None
+        new = [c.request_id for c in able if c.request_id not in self._looked]
+        count = len(new)
+        while count and self.cost.draft_ms(count, self.gamma) > self._looks:
+            count //= 2
+        if not count:
+            return None
+        self._looks -= self.cost.draft_ms(count, self.gamma)
+        self._looking = frozenset(new[:count])
+        self._looked |= self._looking
+        return Drafting(self._looking, self.gamma, "looking at a new request")
 
     def _probe(self, able: list[Candidate], load: Load) -> Drafting:
         """One request drafts and verifies, as often as its price stays within ``probe_share`` of the step time."""
@@ -230,6 +256,10 @@ class Adaptive:
         self.cost.observe(timing.rows, timing.predicted_ms, timing.measured_ms)
         self.watch.price(timing.predicted_ms, timing.measured_ms)
         self._waited += 1
+        if self._looking and any(p.request_id in self._looking for p in proposed):
+            self._looking, self._plan = frozenset(), None
+            self._digest()
+            return
         # what is new says much at first and little later
         due = min(1 + self._digests // EAGER, BATCH) if len(self._blocks) >= BATCH else BATCH
         if self._waited >= due or self.book.unproven:
@@ -258,6 +288,7 @@ class Adaptive:
     def forget(self, request_id: int) -> None:
         """A request has ended; the book forgets it when it has its last blocks."""
         self._pending.pop(request_id, None)
+        self._looked.discard(request_id)
         self._gone.append(request_id)
 
 

@@ -1,0 +1,61 @@
+"""Looking once at a new request where drafting does not pay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from firesteel.speculation.adaptive import Adaptive
+from firesteel.speculation.book import SHRINK
+from firesteel.speculation.budget import DraftPlan
+from firesteel.speculation.cost import CostModel, CostTable
+from firesteel.speculation.survival import Calibrator, Coefficients
+from firesteel.speculation.terms import Candidate, Load, Proposed, Timing
+
+STEP, PASS = 4.0, 1.0
+GAMMA = 3
+
+
+def policy(shrink: float, monkeypatch: pytest.MonkeyPatch) -> Adaptive:
+    """Prices of 4 ms a step and 1 ms a drafting pass; every search finds that drafting does not pay."""
+    table = CostTable("t", (1, 64), (STEP, STEP), 64, 0.0, (1, 8), {1: (PASS, PASS), GAMMA: (PASS, PASS)})
+    made = Adaptive(GAMMA, CostModel(table), Calibrator(Coefficients.prior(GAMMA, True, True)))
+    made.book.shrink, made.probe_share = shrink, 0.0
+    monkeypatch.setattr(made, "_search", lambda *_: DraftPlan(0, 0, 1.0, 1.0))
+    return made
+
+
+def run(made: Adaptive, ids: list[int], steps: int) -> list[tuple[int, ...]]:
+    """Who drafts in each step; their blocks come one step later."""
+    out: list[tuple[int, ...]] = []
+    for _ in range(steps):
+        plan = made.drafting([Candidate(i, 0, GAMMA) for i in ids], Load(len(ids), len(ids), 64.0, 32))
+        out.append(tuple(sorted(plan.request_ids)))
+        shown = [Proposed(i, 1, (9.0,) * GAMMA, (9.0,) * GAMMA, (0.9,) * GAMMA) for i in plan.request_ids]
+        made.learn(shown, [], Timing(len(ids), STEP, STEP))
+    return out
+
+
+def test_every_new_request_is_looked_at_once_and_within_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = policy(1.0, monkeypatch)
+    seen = run(made, [1, 2, 3], 400)
+    looked = [i for ids in seen for i in ids]
+    assert sorted(looked) == [1, 2, 3]
+    assert next(n for n, ids in enumerate(seen) if ids) >= PASS / (0.004 * STEP) - 2, "it is earned before"
+    made.forget(2)
+    made._digest()
+    assert sorted(i for ids in run(made, [4], 200) for i in ids) == [4], "a later one is new again"
+
+
+def test_a_look_is_learned_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = policy(1.0, monkeypatch)
+    before = made.book.usual([Candidate(7, 0, GAMMA)])[0].copy()
+    while not run(made, [7], 1)[0]:
+        assert made._plan is not None
+    assert made._plan is None, "the next step plans anew"
+    after = made.book.usual([Candidate(7, 0, GAMMA)])[0]
+    assert np.all(after > before), "its signals say that its drafts are good"
+
+
+def test_requests_that_are_alike_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(run(policy(SHRINK, monkeypatch), [1, 2], 400))
