@@ -78,12 +78,14 @@ def most_repeated(text: str) -> int:
     return max(counts.values(), default=0)
 
 
-def samples(llm: LLM, texts: Sequence[str], count: int, tokens: int) -> list[dict[str, Any]]:
+def samples(
+    llm: LLM, texts: Sequence[str], count: int, tokens: int, penalty: float = 0.0
+) -> list[dict[str, Any]]:
     """``count`` continuations of ``tokens`` tokens at T=1: prompt, text, most_repeated."""
     tokenizer = _tokenizer(llm)
     prompts = [[llm.config.bos_token_id, *tokenizer.encode(t)[:OPENING]] for t in texts[:count]]
     params = [
-        SamplingParams(max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True)
+        SamplingParams(max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True, frequency_penalty=penalty)
         for i in range(len(prompts))
     ]
     answers = llm.generate([list(p) for p in prompts], params)
@@ -98,19 +100,22 @@ def samples(llm: LLM, texts: Sequence[str], count: int, tokens: int) -> list[dic
     ]
 
 
-def measure(llm: LLM, count: int = 20, tokens: int = 100) -> dict[str, Any]:
-    """Everything, by domain."""
+def measure(llm: LLM, count: int = 20, tokens: int = 100, penalty: float = 0.3) -> dict[str, Any]:
+    """Everything, by domain; samples plain and with ``frequency_penalty``."""
     out: dict[str, Any] = {"environment": environment(), "domains": {}}
     for domain in DOMAINS:
         texts = read_texts(DATA / f"{domain}.jsonl")
         bits, error = bits_per_byte(llm, texts)
         made = samples(llm, texts, count, tokens)
+        calmer = samples(llm, texts, count, tokens, penalty)
         out["domains"][domain] = {
             "texts": len(texts),
             "bits_per_byte": bits,
             "standard_error": error,
             "samples": made,
             "repeating": sum(s["most_repeated"] >= 3 for s in made),
+            "frequency_penalty": penalty,
+            "repeating_with_penalty": sum(s["most_repeated"] >= 3 for s in calmer),
         }
     return out
 
@@ -121,17 +126,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.add_argument("--model", default=None, help="checkpoint folder; default: the bundled one")
     args.add_argument("--samples", type=int, default=20)
     args.add_argument("--tokens", type=int, default=100)
+    args.add_argument(
+        "--frequency-penalty", type=float, default=0.3, help="of a second set of samples (default 0.3)"
+    )
     args.add_argument("--json", default=None)
     opt = args.parse_args(argv)
     try:
-        result = measure(LLM(opt.model), opt.samples, opt.tokens)
+        result = measure(LLM(opt.model), opt.samples, opt.tokens, opt.frequency_penalty)
     except user_errors() as err:
         print(f"texts: {err}", file=sys.stderr)
         return 2
-    table = Table("domain", "texts", "bits per byte", "samples", "with a line three times")
+    heads = ("domain", "texts", "bits per byte", "samples", "with a line three times", "with penalty")
+    table = Table(*heads)
     for name, d in result["domains"].items():
         shown = f"{d['bits_per_byte']:.3f} ± {d['standard_error']:.3f}"
-        table.add_row(name, str(d["texts"]), shown, str(len(d["samples"])), str(d["repeating"]))
+        table.add_row(
+            name,
+            str(d["texts"]),
+            shown,
+            str(len(d["samples"])),
+            str(d["repeating"]),
+            str(d["repeating_with_penalty"]),
+        )
     Console().print(table)
     write_json(result, opt.json)
     return 0
