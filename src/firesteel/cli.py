@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="check this machine: versions, devices, self-tests, the bundled model"
     )
     doctor.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
-    doctor.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    doctor.add_argument("--backend", default="auto", help="ops backend: auto, native, triton or reference")
     doctor.add_argument("--threads", type=int, default=None, help="CPU threads per op")
     doctor.add_argument(
         "--json", default="firesteel-doctor.json", metavar="FILE", help="the report (firesteel-doctor.json)"
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 def _calibrate_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default=None, help="checkpoint folder (default: the bundled model)")
     p.add_argument("--numerics", default="official", choices=("official", "float32"))
-    p.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    p.add_argument("--backend", default="auto", help="ops backend: auto, native, triton or reference")
     p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
     p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
     p.add_argument("--max-num-seqs", type=int, default=32, help="prompts that run at once")
@@ -121,7 +121,7 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--numerics", default="official", choices=("official", "float32"), help="rounding of activations"
     )
-    p.add_argument("--backend", default="auto", help="ops backend: auto, native or reference")
+    p.add_argument("--backend", default="auto", help="ops backend: auto, native, triton or reference")
     p.add_argument("--threads", type=int, default=None, help="CPU threads per op")
     p.add_argument("--max-model-len", type=int, default=None, help="tokens one request may have in all")
     p.add_argument(
@@ -177,6 +177,8 @@ def _generate(args: argparse.Namespace) -> int:
 
     if args.thinking and not args.chat:
         raise ParameterError("--thinking: only a chat thinks; add --chat")
+    if args.chat and args.thinking_budget is not None and not args.thinking:
+        raise ParameterError("--thinking-budget: there is no reasoning to limit; add --thinking")
     params = replace(_params(args), thinking_token_budget=args.thinking_budget)
     schema = None
     if args.json_schema is not None:
@@ -207,6 +209,8 @@ def _json_schema(file: str) -> dict[str, Any]:
 
     try:
         schema = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ParameterError(f"--json-schema: {file} cannot be read ({err.strerror})") from err
     except ValueError as err:
         raise ParameterError(f"--json-schema: {file} is not JSON ({err})") from err
     if not isinstance(schema, dict):
@@ -268,6 +272,12 @@ def _eval(args: argparse.Namespace) -> int:
     from firesteel.config import ParameterError
     from firesteel.eval.gsm import ARMS, HELD_OUT, PROBLEMS, read_problems, run_arms, split_shots
 
+    if args.held_out and args.problems is not None:
+        raise ParameterError("--held-out: --problems names other problems; give one of them")
+    if args.speculative_config is not None:
+        raise ParameterError("--speculative-config: the arms of eval set it; use --arms")
+    if args.max_tokens < 1:
+        raise ParameterError(f"--max-tokens: {args.max_tokens}: expected an integer from 1 up")
     limit = args.limit if args.limit is None or args.shot_problems else args.limit + args.shots
     problems = read_problems(args.problems or (HELD_OUT if args.held_out else PROBLEMS), limit)
     examples = None if args.shot_problems is None else read_problems(args.shot_problems)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from firesteel.bench.report import environment, write_json
 from firesteel.checkpoint import QTensor
-from firesteel.config import SamplingParams
+from firesteel.config import ParameterError, SamplingParams
 from firesteel.engine.build import BUNDLED
 from firesteel.engine.llm import LLM
 from firesteel.models.deepseek_v4.config import V4Config
@@ -85,7 +85,10 @@ class Theirs:
     """transformers' ``DeepseekV4ForCausalLM``, float32, eager attention."""
 
     def __init__(self, folder: Path):
-        from transformers import DeepseekV4ForCausalLM
+        try:
+            from transformers import DeepseekV4ForCausalLM
+        except ImportError as err:
+            raise ParameterError(f"hf: it needs transformers ({err}); pip install 'firesteel[test]'") from err
 
         self.model = DeepseekV4ForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"

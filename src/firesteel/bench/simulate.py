@@ -385,7 +385,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         acceptance = SimulatedAcceptance.of(json.loads(args.acceptance)) or SimulatedAcceptance()
     except ValueError as err:
         raise ParameterError(f"--acceptance: {err}") from err
-    trace = read_trace(args.trace) if args.trace is not None else None
+    for name in ("requests", "prompt", "output"):
+        if getattr(args, name) < 1:
+            raise ParameterError(f"--{name}: {getattr(args, name)}: expected an integer from 1 up")
+    if not 0 <= args.host_ms < float("inf"):
+        raise ParameterError(f"--host-ms: {args.host_ms}: expected milliseconds from 0 up")
+    try:
+        trace = read_trace(args.trace) if args.trace is not None else None
+    except OSError as err:
+        raise ParameterError(f"--trace: {args.trace} cannot be read ({err.strerror})") from err
 
     def work(c: int) -> list[Request]:
         return trace if trace is not None else synthetic(args.requests * c, args.prompt, args.output)

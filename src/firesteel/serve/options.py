@@ -106,7 +106,7 @@ def _engine_options(g: argparse._ArgumentGroup) -> None:
         help="""e.g. '{"method":"dspark","num_speculative_tokens":5}'""",
     )
     g.add_argument("--numerics", choices=("official", "float32"), help="rounding of activations")
-    g.add_argument("--backend", help="ops backend: auto, native or reference")
+    g.add_argument("--backend", help="ops backend: auto, native, triton or reference")
     g.add_argument("--threads", type=int, help="CPU threads per op")
     for name, what in (
         ("compile", "a grammar may take to compile"),
@@ -188,6 +188,8 @@ def resolve(args: argparse.Namespace) -> Launch:
     ):
         if not low <= value < float("inf"):
             raise ParameterError(f"{flag}: {value}: expected a finite number from {low} up")
+    if args.port > 65535:
+        raise ParameterError(f"--port: {args.port}: expected an integer from 0 to 65535")
     return Launch(
         model=model,
         settings=settings,

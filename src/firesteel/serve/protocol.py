@@ -296,5 +296,7 @@ def read(kind: type[Body], raw: Mapping[str, Any]) -> Body:
         first = err.errors(include_url=False, include_input=False)[0]
         place = [str(p) for p in first["loc"]]
         name = place[0] if place else None
-        where = ".".join(p for p in place if not p.startswith(("list[", "str", "int", "dict[", "bool")))
+        # pydantic adds these behind a field of several types
+        kinds = ("list[", "str", "int", "dict[", "bool")
+        where = ".".join([*place[:1], *(p for p in place[1:] if not p.startswith(kinds))])
         raise ApiError(400, f"{where}: {first['msg']}", param=name, code="invalid_value") from err

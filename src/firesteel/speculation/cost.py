@@ -97,7 +97,7 @@ class CostTable:
         """Read and refuse a table of another model, machine or build."""
         try:
             raw = json.loads(Path(path).read_text())
-        except (OSError, json.JSONDecodeError) as err:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
             raise CostError(f"{path}: no readable cost table ({err}); profile again") from err
         table = cls.from_json(raw)
         if table.fingerprint != fingerprint:

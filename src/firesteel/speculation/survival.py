@@ -144,7 +144,7 @@ class Coefficients:
         """Read a calibration file."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
-        except (OSError, json.JSONDecodeError) as err:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as err:
             raise CalibrationError(f"{path}: not readable ({err}); run firesteel calibrate again") from err
 
 

@@ -391,6 +391,10 @@ def main(args: argparse.Namespace) -> int:
         temperatures = tuple(float(t) for t in args.temperatures.split(","))
     except ValueError as err:
         raise ParameterError(f"--temperatures {args.temperatures!r}: give numbers, as in 0,1") from err
+    for name in ("k", "limit", "max_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ParameterError(f"--{name.replace('_', '-')}: {value}: expected an integer from 1 up")
     engine = {"numerics": args.numerics, "backend": args.backend, "threads": args.threads}
     engine |= {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
     job = Job(
