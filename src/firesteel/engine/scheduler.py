@@ -11,13 +11,9 @@ never decided here.
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 
 from firesteel.config import EngineConfig
 from firesteel.core import (
-    NO_DRAFTS,
-    Admission,
-    Budget,
     Chunk,
     Decode,
     FinishReason,
@@ -26,6 +22,7 @@ from firesteel.core import (
     SnapshotOrder,
     StepPlan,
 )
+from firesteel.engine.draftboard import Draftboard, SchedulerStats
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
@@ -43,33 +40,6 @@ from firesteel.speculation.policy import (
 
 NO_DRAFTING = Drafting(frozenset(), 0, "speculation off")
 FINISH = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
-
-
-@dataclass
-class SchedulerStats:
-    """Counters since start."""
-
-    preemptions: int = 0
-    recomputes: int = 0
-    deferred: int = 0  # admissions that waited for a prefix being computed
-
-
-@dataclass
-class _Draftboard:
-    """A plan in the making."""
-
-    room: int
-    chunks: list[Chunk] = field(default_factory=list)
-    decodes: list[Sequence] = field(default_factory=list)
-    bounds: list[int] = field(default_factory=list)  # of the first ``decodes``
-    candidates: list[Candidate] = field(default_factory=list)  # likewise
-    firsts: list[Sequence] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)
-    snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
-    budget: Budget = NO_DRAFTS
-    preempted: bool = False
 
 
 class Scheduler:
@@ -120,7 +90,7 @@ class Scheduler:
     # ---- plan --------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
-        board = _Draftboard(room=self.config.max_num_batched_tokens)
+        board = Draftboard(room=self.config.max_num_batched_tokens)
         self.sweep()  # before new orders: a slot whose window is ordered now is free from the next plan on
         self._answer_snapshots(board)
         self._plan_decodes(board)
@@ -133,7 +103,7 @@ class Scheduler:
             return None
         return self._finish_plan(board)
 
-    def _finish_plan(self, board: _Draftboard) -> StepPlan:
+    def _finish_plan(self, board: Draftboard) -> StepPlan:
         sampling = [*board.firsts, *board.decodes]
         top = max(
             [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
@@ -184,7 +154,7 @@ class Scheduler:
             logprobs=max((r for r in reports if r is not None), default=-1),
         )
 
-    def _plan_decodes(self, board: _Draftboard) -> None:
+    def _plan_decodes(self, board: Draftboard) -> None:
         for seq in list(self.running):
             if seq.slot < 0 or seq.finish is not None or not seq.prefilled or seq.exhausted:
                 continue
@@ -195,7 +165,7 @@ class Scheduler:
                 board.bounds.append(bound)
                 board.room -= 1
 
-    def _plan_drafts(self, board: _Draftboard) -> None:
+    def _plan_drafts(self, board: Draftboard) -> None:
         """Rows for drafts; prompts that wait keep a quarter of the step."""
         pending = sum(len(s.base) - s.planned for s in self.running if s.finish is None and not s.prefilled)
         pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
@@ -221,7 +191,7 @@ class Scheduler:
         )
 
     @staticmethod
-    def _bounds(board: _Draftboard) -> list[int]:
+    def _bounds(board: Draftboard) -> list[int]:
         """Of all requests that sample."""
         late = board.decodes[len(board.bounds) :]
         return [*(s.bound for s in board.firsts), *board.bounds, *(s.bound for s in late)]
@@ -230,13 +200,13 @@ class Scheduler:
     def _load(bounds: list[int], rows: int, room: int) -> Load:
         return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0))
 
-    def _plan_chunks(self, board: _Draftboard) -> None:
+    def _plan_chunks(self, board: Draftboard) -> None:
         prompts = [s for s in self.running if s.finish is None and not s.prefilled]
         for i, seq in enumerate(prompts):
             if seq.slot >= 0:  # an earlier turn of this loop may have preempted it
                 self._plan_chunk(seq, board, alone=i == len(prompts) - 1)
 
-    def _plan_chunk(self, seq: Sequence, board: _Draftboard, alone: bool) -> None:
+    def _plan_chunk(self, seq: Sequence, board: Draftboard, alone: bool) -> None:
         """Rows of one prompt: up to the next wanted boundary; a quarter of the room is left to those behind."""
         room = board.room if alone else max(board.room * 3 // 4, 1)
         start = seq.planned
@@ -257,7 +227,7 @@ class Scheduler:
             self._order_snapshot(seq, end, board)
 
     # ---- admission -------------------------------------------------------------------
-    def _admit(self, board: _Draftboard) -> None:
+    def _admit(self, board: Draftboard) -> None:
         pending = self._pending_keys()
         for seq in list(self.waiting):
             if board.room <= 0 or self.memory.free_slots == 0:
@@ -281,7 +251,7 @@ class Scheduler:
                 self._plan_chunk(seq, board, alone=False)
                 pending |= self._own_keys(seq)
 
-    def _enter(self, seq: Sequence, board: _Draftboard) -> bool:
+    def _enter(self, seq: Sequence, board: Draftboard) -> bool:
         """A new request, or one whose state was given up, takes a slot."""
         if seq.restart:
             seq.base, seq.planned, seq.restart, seq.ready = seq.tokens, 0, False, 0
@@ -303,7 +273,7 @@ class Scheduler:
         board.admissions.append(seq.admission(match.snapshot))
         return True
 
-    def _resume(self, seq: Sequence, board: _Draftboard) -> bool:
+    def _resume(self, seq: Sequence, board: Draftboard) -> bool:
         """A preempted request goes on where it stood, in any slot and pages."""
         ahead = min(seq.bound + 2 * (self.gamma + 1), seq.max_len)
         if not seq.prefilled:
@@ -366,14 +336,14 @@ class Scheduler:
         return any(key in pending for key in chain[have:])
 
     # ---- snapshots -----------------------------------------------------------------------
-    def _answer_snapshots(self, board: _Draftboard) -> None:
+    def _answer_snapshots(self, board: Draftboard) -> None:
         """Boundaries that answers have crossed; at most two steps late, which the rings allow."""
         for seq in self.running:
             if seq.want and seq.slot >= 0:
                 self._order_snapshot(seq, seq.want, board)
             seq.want = 0
 
-    def _order_snapshot(self, seq: Sequence, boundary: int, board: _Draftboard) -> None:
+    def _order_snapshot(self, seq: Sequence, boundary: int, board: Draftboard) -> None:
         if self.cache is None:
             return
         key = self._chain(seq, boundary)[-1]
@@ -404,7 +374,7 @@ class Scheduler:
             return True
         return self.cache is not None and self.cache.evict(pages)
 
-    def _grow(self, seq: Sequence, tokens: int, board: _Draftboard) -> bool:
+    def _grow(self, seq: Sequence, tokens: int, board: Draftboard) -> bool:
         """Pages for ``tokens`` positions, if need be at the cost of less urgent requests."""
         while not self.memory.grow(seq.slot, tokens):
             if self._free(self.memory.pages_for(tokens) - len(self.memory.pages_of(seq.slot))):
@@ -420,7 +390,7 @@ class Scheduler:
         return True
 
     @staticmethod
-    def _movable(seq: Sequence, board: _Draftboard) -> bool:
+    def _movable(seq: Sequence, board: Draftboard) -> bool:
         """Not already part of this plan, and not waiting to be swept."""
         in_plan = seq in board.decodes or any(c.request_id == seq.request_id for c in board.chunks)
         stored = any(s is seq for s, _ in board.snapshots)
@@ -429,7 +399,7 @@ class Scheduler:
     def _copy_bytes(self, pages: int) -> int:
         return self._slot_bytes + pages * self._page_bytes
 
-    def _preempt(self, seq: Sequence, board: _Draftboard) -> None:
+    def _preempt(self, seq: Sequence, board: Draftboard) -> None:
         """Copy a request out; the tokens of its step in flight still count."""
         pages = tuple(self.memory.pages_of(seq.slot))
         self.stats.preemptions += 1

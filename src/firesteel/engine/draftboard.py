@@ -1,0 +1,36 @@
+"""What the scheduler counts, and a plan in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from firesteel.core import NO_DRAFTS, Admission, Budget, Chunk, Restore, Save, SnapshotOrder
+from firesteel.engine.sequence import Sequence
+from firesteel.speculation.policy import Candidate
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since start."""
+
+    preemptions: int = 0
+    recomputes: int = 0
+    deferred: int = 0  # admissions that waited for a prefix being computed
+
+
+@dataclass
+class Draftboard:
+    """A plan in the making."""
+
+    room: int
+    chunks: list[Chunk] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    bounds: list[int] = field(default_factory=list)  # of the first ``decodes``
+    candidates: list[Candidate] = field(default_factory=list)  # likewise
+    firsts: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    restores: list[Restore] = field(default_factory=list)
+    snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
+    budget: Budget = NO_DRAFTS
+    preempted: bool = False
