@@ -136,8 +136,7 @@ class Budget:
 NO_DRAFTS = Budget(drafts=0)
 
 
-@dataclass(frozen=True)
-class Decode:
+class Decode(NamedTuple):
     """One running request that has an anchor (host values)."""
 
     request_id: int

@@ -65,7 +65,7 @@ def admitted(cases: Sequence[Case]) -> Slots:
         request = sequence.Sequence(
             i, c.prompt, c.params, c.seed, LENGTH, c.stop_ids, c.sample, words, slot=i
         )
-        slots.admit(request.admission(()))
+        slots.admit([request.admission(())])
         slots.state.history[i, : c.position] = torch.tensor((*c.prompt, *c.answer))
         # what stands behind is another request's, or a rejected draft
         rest = slots.state.history[i, c.position :]

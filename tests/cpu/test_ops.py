@@ -19,7 +19,8 @@ from firesteel.ops.reference import numeric
 from firesteel.ops.reference.noise import gumbel, uniform, words
 from firesteel.ops.testing import World, assert_close, assert_row_invariant, same_bits, slot_state
 from firesteel.ops.testing_cases import ALL_CASES, GEOMETRIES, ROW_CASES, cached, compressor, normal, weight
-from firesteel.ops.types import MarkovHead, PromptRows, SlotState
+from firesteel.ops.types import PromptRows
+from oracles.slots import both_backends, random_state
 
 BACKENDS = ("reference", "native")
 NAN = float("nan")
@@ -143,6 +144,46 @@ def test_gumbel_is_finite_and_right(native: Any) -> None:
     assert float((got - exact).abs().max()) <= 2 * max(float((gumbel(bits) - exact).abs().max()), 1e-7)
 
 
+def all_noise(native: Any, seed: tuple[int, int, int], position: int, stream: int, n: int) -> Tensor:
+    """The library's own noise for ids 0 .. n - 1."""
+    lo, hi, sample = seed
+    drawn, out = torch.empty(n, dtype=torch.int32), torch.empty(n)
+    native.library().fs_philox(struct.pack("6Iqq", lo, sample, position, stream, hi, 0, n, drawn.data_ptr()))
+    native.library().fs_gumbel(
+        *(ctypes.c_void_p(drawn.data_ptr()), ctypes.c_int64(n)), ctypes.c_void_p(out.data_ptr())
+    )
+    return out
+
+
+@pytest.mark.parametrize("vocab", [5, 256, 1003])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 30.0, 1e4, 1e30])
+def test_no_contender_is_passed_over(native: Any, vocab: int, scale: float) -> None:
+    """Tokens that no noise can lift are skipped: the choice and its margin are those of all scores."""
+    ops, rng = make_ops("native", True), torch.Generator().manual_seed(vocab)
+    for heat in (1e-6, 0.3, 1.0, 50.0, 1e4):
+        logits = (torch.randn(6, vocab, generator=rng) * scale - 40).bfloat16().float()
+        logits[3, torch.rand(vocab, generator=rng) < 0.9] = -torch.inf
+        logits[4, 2:] = -torch.inf
+        seed_lo, seed_hi, sample = torch.randint(0, 2**32, (3, 6), generator=rng)
+        state = slot_state(
+            6, vocab, 20, temperature=torch.full((6,), heat), seed_lo=seed_lo, seed_hi=seed_hi, sample=sample
+        )
+        slots, at, streams = torch.arange(6), torch.arange(6) + 3, torch.arange(6) * 8
+        token, _ = ops.sample(logits, slots, at, state)
+        picked, margin = torch.zeros_like(token), torch.zeros(6)
+        fields = ops._sampling_fields(logits, vocab, slots, at, state)  # type: ignore[attr-defined]
+        more = (streams.data_ptr(), state.history.data_ptr(), 20, margin.data_ptr())
+        ops._walk_pick(*fields, picked.data_ptr(), 0, ops._flags(), *more)  # type: ignore[attr-defined]
+        for r in range(6):
+            seed = (int(seed_lo[r]), int(seed_hi[r]), int(sample[r]))
+            for stream, got in ((0, token), (8 * r, picked)):
+                score = logits[r] + heat * all_noise(native, seed, int(at[r]), stream, vocab)
+                assert int(got[r]) == int(torch.argmax(score))
+            best = score.topk(2).values
+            assert same_bits(margin[r], (best[0] - best[1]) / heat)
+            assert int(state.history[r, at[r]]) == int(picked[r])
+
+
 def test_sample_ties_masks_and_faults(native: Any) -> None:
     for official in (False, True):
         ops, oracle = make_ops("native", official), make_ops("reference", official)
@@ -203,97 +244,20 @@ def test_rings_hold_the_same_rows(key: str, official: bool) -> None:
         assert same_bits(memory.raw[slots], world.ring(raw, g.raw_ring, after)[slots])
 
 
-# ---- the drafter's ops ------------------------------------------------------------------------
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_block_attention(backend: str, official: bool, threads: int) -> None:
-    g, width = GEOMETRIES["csa"], 5
-    world, sinks = World(g), normal(g.heads)
-    ops, oracle = make_ops(backend, official), make_ops("reference", official)
-
-    def run(of: Ops, starts: list[tuple[int, int]]) -> Tensor:
-        rows = [(slot, at + i) for slot, at in starts for i in range(width)]
-        ctx = replace(world.context(of, rows), block=width)
-        ring = world.ring(world.kv, g.ring, rows)
-        q, kv = world.pick(world.q, rows), world.pick(world.kv, rows)
-        return of.block_attention(q, kv, ring, g.span, sinks, "main", ctx)
-
-    starts = [(2, 0), (0, 7), (1, 250), (3, 100)]
-    got = run(ops, starts)
-    for i, start in enumerate(starts):
-        assert same_bits(run(ops, [start]), got[i * width : (i + 1) * width])
-    want = run(oracle, starts)
-    assert_close(got, want, want, grid=official, flips=0.05)
-
-
-@pytest.mark.parametrize("rejection", [False, True])
-def test_markov_walk(rejection: bool, official: bool) -> None:
-    groups, depth, vocab, rank, d = 5, 4, 600, 24, 40
-    base, z = 2 * normal(groups, depth, vocab), normal(groups, depth, d, seed=1)
-    w1, slots = normal(vocab, rank, seed=2), torch.tensor([3, 0, 4, 1, 2])
-    results = []
-    for backend in ("native", "reference"):
-        ops = make_ops(backend, official)
-        w2, confidence = weight("bf16", vocab, rank), weight("bf16", 1, d + rank)
-        head = MarkovHead(w1, ops.linear_weight(w2), ops.linear_weight(confidence))
-        state = slot_state(
-            6,
-            vocab,
-            30,
-            temperature=torch.tensor([0.0, 0.8, 1.0, 0.0, 2.0, 0.0]),
-            cursor=torch.tensor([3, 9, 27, 11, 5, 0]),
-            anchor=torch.tensor([1, 2, 3, 4, 599, 0]),
-            seed_lo=torch.arange(6),
-            passes=torch.arange(6),
-        )
-        walk = ops.markov_walk(
-            base, z, head, slots, state, shaped=False, rejection=rejection, keep_logits=True
-        )
-        if backend == "native":  # shaping changes nothing where nobody asks for it, nor do batch-mates
-            again = ops.markov_walk(
-                base, z, head, slots, state, shaped=True, rejection=rejection, keep_logits=False
-            )
-            assert torch.equal(again.tokens, walk.tokens) and again.logits is None
-            one = ops.markov_walk(
-                base[2:3],
-                z[2:3],
-                head,
-                slots[2:3],
-                state,
-                shaped=False,
-                rejection=rejection,
-                keep_logits=True,
-            )
-            for name in ("tokens", "margin", "confidence", "logits"):
-                assert same_bits(getattr(one, name)[0], getattr(walk, name)[2])
-        results.append((walk, state.history))
-    (got, history), (want, expected) = results
-    assert torch.equal(got.tokens, want.tokens) and torch.equal(history, expected)
-    for name in ("margin", "confidence", "logits"):
-        assert torch.allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=2e-5), name
-
-
 # ---- rows of a step and its verdict ---------------------------------------------------------
-def random_state(rng: random.Random, slots: int, gamma: int) -> SlotState:
-    """Running requests at all sorts of places; few token ids, so that drafts hit and stops happen."""
-
-    def ints(high: int, *shape: int) -> Tensor:
-        return torch.randint(
-            0, high, (slots + 1, *shape), generator=torch.Generator().manual_seed(rng.randrange(2**31))
-        )
-
-    cursor = ints(30) + 3
-    return slot_state(
-        slots + 1,
-        50,
-        60,
-        gamma,
-        cursor=cursor,
-        anchor=ints(6),
-        alive=ints(2),
-        max_len=cursor + 1 + ints(6),
-        stop_ids=torch.where(ints(3, 4) == 0, ints(9, 4), -1),
-        drafts=ints(4, gamma),
+@pytest.mark.parametrize("ratios", [(), (4, 128)])
+def test_rotations_equal_the_reference(native: Any, ratios: tuple[int, ...]) -> None:
+    world = World(GEOMETRIES["csa"])
+    at = torch.tensor([0, 3, 4, 127, 255, 4095, 1_048_575])
+    rows = replace(world.rows([(0, 0)]), tokens=at, positions=at)
+    got, want = (
+        make_ops(backend, False).begin_pass(rows, world.table, 256, world.ropes, ratios)
+        for backend in ("native", "reference")
     )
+    for mine, theirs in ((got.rotary, want.rotary), (got.entry_rotary, want.entry_rotary)):
+        assert list(mine) == list(theirs)
+        for key, pair in theirs.items():
+            assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(mine[key], pair, strict=True))
 
 
 def test_rows_and_verdicts_equal_the_reference(native: Any) -> None:
@@ -325,11 +289,7 @@ def test_rows_and_verdicts_equal_the_reference(native: Any) -> None:
         widths = torch.tensor([rng.randint(0, gamma + 1) for _ in order[split:]], dtype=torch.int64)
         decode_rows = int(widths.sum()) + (rng.randint(0, 3) if len(order) > split else 0)
         results = []
-        for backend in ("native", "reference"):
-            ops, own = (
-                make_ops(backend, False),
-                replace(state, **{k: v.clone() for k, v in vars(state).items() if isinstance(v, Tensor)}),
-            )
+        for ops, own in both_backends(state):
             rows, samples = ops.build_rows(own, prompt, decodes, widths, decode_rows, 59)
             out: list[Tensor] = [
                 v for part in (rows, samples) for v in vars(part).values() if isinstance(v, Tensor)

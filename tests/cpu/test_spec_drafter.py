@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from firesteel.bench.exact import fastest
 from firesteel.bench.toys import toy_config
 from firesteel.config import SamplingParams
+from firesteel.engine import runner
 from firesteel.engine.llm import LLM
 from firesteel.models.deepseek_v4.config import DSparkConfig
 from firesteel.models.deepseek_v4.random_init import write_random
@@ -286,6 +287,52 @@ def test_steps_without_drafts_leave_no_holes(folders: dict[str, Path], judges: d
     assert skipped[0] >= 4
     late = [s for s in seen if s.cursor > 8]
     assert judge(judges, folders, "two stages").check(late, texts, 0.0) >= 3
+
+
+def seldom(llm: LLM, every: int) -> None:
+    """Let only every so-many-th step draft, and those right after a request came back or hit a snapshot."""
+    plan, near = llm.engine.scheduler.plan, [0]
+
+    def planned() -> Any:
+        step = plan()
+        if step is not None and (step.restores or any(a.snapshot for a in step.admissions)):
+            near[0] = step.step + 4
+        if step is not None and step.drafting and step.step % every and step.step > near[0]:
+            step = replace(step, drafting=(), draft_width=0, report_drafts=False)
+        return step
+
+    llm.engine.scheduler.plan = planned  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("every", (5, 40))
+def test_context_rows_that_wait_change_nothing(
+    every: int, folders: dict[str, Path], judges: dict[str, Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of draftless steps are written late: through preemption, snapshots and reused slots to the same bits."""
+    prompts = [*(random_prompt(n) for n in (223, 228, 234, 3)), [*random_prompt(PAGE), 7]]
+    results = []
+    for most in (runner.MOST_WAITING, 1):  # 1: every step at once
+        monkeypatch.setattr(runner, "MOST_WAITING", most)
+        llm = engine(folders["two stages"], 3, num_pages=4, max_num_seqs=3)
+        seldom(llm, every)
+        seen, longest, write = record(llm), [0], llm.engine.runner.write_context
+
+        def counted(write: Any = write, longest: list[int] = longest, llm: LLM = llm) -> None:
+            longest[0] = max(longest[0], len(llm.engine.runner._waiting))
+            write()
+
+        monkeypatch.setattr(llm.engine.runner, "write_context", counted)
+        texts, out = run(llm, [*prompts, *prompts[3:]], 0.0, 50)
+        count, found = len(seen), judge(judges, folders, "two stages")
+        assert found.check(seen, texts, 0.0) >= 5 and any(o.stats["preemptions"] for o in out)
+        later, hit = run(llm, [[*random_prompt(PAGE), 9]], 0.0, 50)
+        assert found.check(seen[count:], later, 0.0) >= 1 and hit[0].usage["cached_tokens"] == PAGE
+        results.append((seen, texts, longest[0]))
+    (waited, texts, most_passes), (eager, same, one) = results
+    assert most_passes > 3 and one == 1, "rows waited, and those of the yardstick did not"
+    assert texts == same and len(waited) == len(eager) > 0
+    for a, b in zip(waited, eager, strict=True):
+        assert torch.equal(a.logits, b.logits) and a.tokens == b.tokens and a.cursor == b.cursor
 
 
 def test_acceptance_is_partial(folders: dict[str, Path]) -> None:

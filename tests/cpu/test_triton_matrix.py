@@ -24,13 +24,13 @@ from firesteel.ops.reference import numeric
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.testing import assert_close, assert_row_invariant, same_bits
 from firesteel.ops.testing_cases import ROW_CASES, Case, normal, weight
-from firesteel.ops.triton import moe
+from firesteel.ops.triton import together
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.compile import Made, judge, merged, page, read_runs, specs, write_runs
 from firesteel.ops.triton.linear import Shape, fresh, product, quantise, quantised, to_fnuz
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import INTERPRETER, TARGETS
-from firesteel.ops.types import Numerics, Router
+from firesteel.ops.types import Linear, Numerics, Router
 
 pytestmark = pytest.mark.cpu
 
@@ -113,49 +113,20 @@ def test_fp8_weights_become_fnuz_exactly() -> None:
 
 
 # ---- shapes of a launch change no bit --------------------------------------------------------
-def test_tiles_and_ranges_change_no_bit() -> None:
-    ops, x = TritonOps(Numerics(True)), normal(21, 512)
-    w = ops.linear_weight(weight("fp8", 100, 512)).data
-    assert w.splits == 2
-    q, scale = quantise(x, 512, torch.float8_e4m3fn)
-    shapes = [Shape(64, 16, 4, 2, False), Shape(64, 16, 4, 2, True), Shape(128, 32, 4, 2, True)]
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "f32"])
+def test_tiles_and_ranges_change_no_bit(kind: str) -> None:
+    """Also tensor descriptors, which devices without them never see."""
+    ops, x = TritonOps(Numerics(True)), normal(21, 1024)
+    w = ops.linear_weight(weight(kind, 100, 1024)).data
+    assert w.splits == 4
+    q, scale = quantise(x, 1024, torch.float8_e4m3fn) if kind == "fp8" else (x.to(w.data.dtype), None)
+    shapes = [Shape(64, 16, 4, 2), Shape(128, 32, 4, 2), Shape(64, 16, 4, 2, True)]
+    if kind != "f32":
+        shapes += [Shape(64, 32, 4, 2, wide=True), Shape(64, 16, 4, 2, True, wide=True)]
     results = [
-        product(q, scale, w, "fp8", torch.float32, ops.scratch, ops.target, shape=shape) for shape in shapes
+        product(q, scale, w, kind, torch.float32, ops.scratch, ops.target, shape=shape) for shape in shapes
     ]
     assert all(same_bits(r, results[0]) for r in results) and int(ops.scratch.arrived.sum()) == 0
-
-
-def test_expert_tiles_and_ranges_change_no_bit() -> None:
-    ops, experts, top = TritonOps(Numerics(True)), 3, 2
-    w = ops._blocks([(weight("fp4", 128, 512, e), weight("fp4", 128, 512, 9 + e)) for e in range(experts)])
-    x, scale = quantise(normal(9, 512), 512, torch.float8_e4m3fn)
-    ids = torch.tensor([[0, 2], [1, 2], [0, 1]] * 3)
-    how, results = moe.arithmetic("fp8", ops.target), []
-    for tile, parallel in ((16, False), (16, True), (32, False)):
-        tiles = moe.plan(ids, experts, tile)
-        h, hs = moe.up(
-            w, how, x, scale, torch.ones(9, top), tiles, top, 9.0, ops.scratch,
-            official=True, round_h=True, parallel=parallel,
-        )  # fmt: skip
-        real = (tiles[0] >= 0) & (tiles[1].repeat_interleave(tile) >= 0)
-        order = torch.argsort(tiles[0][real])
-        results.append((h[real][order].view(torch.uint8), hs[real][order]))
-    for h, hs in results[1:]:
-        assert torch.equal(h, results[0][0]) and torch.equal(hs, results[0][1])
-
-
-def test_plan_places_every_assignment_once() -> None:
-    ids = torch.randint(0, 6, (23, 2), generator=torch.Generator().manual_seed(0))
-    ids[:, 0] = 4  # a crowd at one expert
-    for tile in (16, 32):
-        order, owner = moe.plan(ids, 8, tile)
-        lines = order.view(-1, tile)[owner >= 0]
-        placed = lines[lines >= 0]
-        assert sorted(placed.tolist()) == list(range(46))
-        for line, expert in zip(lines, owner[owner >= 0], strict=True):
-            assert torch.all(ids.flatten()[line[line >= 0].long()] == expert)
-        used = [e for e in owner.tolist() if e >= 0]
-        assert used == sorted(used) and owner[len(used) :].eq(-1).all()
 
 
 # ---- activations, memory, faults ----------------------------------------------------------------
@@ -204,6 +175,59 @@ def test_fresh_rows_are_quantised_once() -> None:
     assert quantised(x, 128, torch.float8_e4m3fn)[0] is not quantised(x, 128, torch.float8_e4m3fn)[0]
     fresh(x)
     assert quantised(x, 128, torch.float8_e4m3fn)[0] is quantised(x, 128, torch.float8_e4m3fn)[0]
+
+
+# ---- products of one input -----------------------------------------------------------------------
+def shared_weights(ops: TritonOps) -> list[tuple[Linear, bool]]:
+    """Weights of one input in the order they are asked for, of both formats and both kinds of result."""
+    kinds = [
+        ("bf16", 64, True),
+        ("fp8", 256, False),
+        ("fp8", 128, False),
+        ("bf16", 128, True),
+        ("bf16", 64, False),
+    ]
+    return [(ops.linear_weight(weight(kind, n, 512, n + i)), wide) for i, (kind, n, wide) in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("rows", (1, 19))
+def test_products_of_one_input_share_a_launch(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same bits as one by one, made when the first is asked for and handed out once."""
+    ops = TritonOps(Numerics(True))
+    weights = shared_weights(ops)
+    ops.share_input(weights)
+    x = fresh(normal(rows, 512).bfloat16())
+    plain = x.clone()  # remembers nothing
+    calls = {True: ops.linear_f32, False: ops.linear}
+    want = [calls[wide](plain, w) for w, wide in weights]
+    made: list[int] = []
+    monkeypatch.setattr(together, "products", lambda *a, f=together.products: made.append(1) or f(*a))
+    got = [calls[wide](x, w) for w, wide in weights]
+    assert made == [1] and all(same_bits(g, w) and g.dtype == w.dtype for g, w in zip(got, want, strict=True))
+    assert same_bits(ops.linear(x, weights[2][0]), want[2])  # a second time: on its own
+
+
+def test_weights_that_cannot_share_stay_alone() -> None:
+    ops = TritonOps(Numerics(True))
+    for other in (weight("fp8", 128, 256), weight("fp8", 100, 512), weight("f32", 64, 512)):
+        pair = [ops.linear_weight(weight("fp8", 128, 512)), ops.linear_weight(other)]
+        ops.share_input([(w, False) for w in pair])
+        assert pair[0].data.group is None
+    alone = TritonOps(Numerics(False))
+    weights = shared_weights(alone)
+    alone.share_input(weights)
+    assert weights[0][0].data.group is None  # float32 numerics
+
+
+def test_another_member_first_makes_only_itself() -> None:
+    """Drafting stages use one member of a group with another input."""
+    ops = TritonOps(Numerics(True))
+    weights = shared_weights(ops)
+    ops.share_input(weights)
+    x = fresh(normal(3, 512).bfloat16())
+    got = ops.linear(x, weights[2][0])
+    assert same_bits(got, ops.linear(x.clone(), weights[2][0]))
+    assert set(x.quantised_forms) == {(512, torch.float8_e4m3fn)}  # type: ignore[attr-defined]
 
 
 def test_nothing_is_interpreted_by_accident() -> None:

@@ -311,6 +311,40 @@ def test_survival_equals_the_reference(head: bool) -> None:
     assert bool((got[:, 1:] <= got[:, :-1]).all())
 
 
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_drafts_are_noted_as_the_reference_does(head: bool, known: bool) -> None:
+    g = torch.Generator().manual_seed(2)
+    lines = []
+    for make in (TritonOps, ReferenceOps):
+        ops, state = make(NUMERICS["official"]), random_state(12, 50)
+        g.manual_seed(2)
+        drafts = torch.randint(0, 50, (7, 3), generator=g)
+        signals = torch.rand(7, 3, generator=g), torch.randn(7, 3, generator=g) if head else None
+        table = Calibration(
+            torch.randn(2, 6, generator=g), torch.tensor([0.4, 0.8]), torch.tensor([1.1, 0.7])
+        )
+        slots = torch.randperm(11, generator=g)[:7]
+        out = ops.note_drafts(Proposal(drafts, *signals, None), slots, state, table if known else None)
+        assert bool((state.draft_len[slots] == 3).all())
+        lines.append([out, *(t for t in vars(state).values() if isinstance(t, torch.Tensor))])
+    for got, want in zip(*lines, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 60])
+def test_block_rows_equal_the_reference(groups: int) -> None:
+    state = random_state(64, 50)
+    slots = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:groups]
+    official = NUMERICS["official"]
+    got, want = (o.block_rows(slots, 5, 49, state) for o in (TritonOps(official), ReferenceOps(official)))
+    for name, value in vars(want).items():
+        mine = getattr(got, name)
+        assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, name
+        assert not isinstance(value, torch.Tensor) or mine.is_contiguous(), "kernels count on dense rows"
+        assert not isinstance(value, torch.Tensor) or value.is_contiguous(), "kernels count on dense rows"
+
+
 # ---- shaping and scores ----------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["shape", "logprobs"])
 def test_shaped_rows_equal_the_reference_and_are_invariant(name: str) -> None:

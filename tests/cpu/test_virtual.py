@@ -132,11 +132,14 @@ def bundled_drafter() -> str:
 
 @pytest.mark.skipif(bool(bundled_drafter()), reason=bundled_drafter() or "it has one")
 def test_real_acceptance_of_the_bundled_model(concurrency: int = 4) -> None:
-    """A short look; the long one, to 1 %, is ``firesteel bench virtual --scenes model``."""
+    """A short look; the long one, to 1 %, is ``firesteel bench virtual --scenes model``.
+
+    Two requests warm up: the first pass of an engine only shows what its drafts are like.
+    """
     bed, llm = model_bed(K, concurrency)
     work = problem_jobs(llm, 2 * concurrency, 48)
     prices = [TABLES["staircase"], TABLES["linear"]]
-    for points in compare(bed, prices, [concurrency], lambda c: work, widths=(0, 3, 7)):
+    for points in compare(bed, prices, [concurrency], lambda c: work, (0, 3, 7), warmup=lambda c: 2):
         assert ratio(points) >= 0.98, (points[0].table, {p.arm: round(p.rate) for p in points})
 
 

@@ -78,8 +78,14 @@ class OnDevice:
         return call
 
 
-# probabilities are rounded to bf16 relative to the largest score so far, which depends on the width of a tile
-FLIPS = 0.2
+# Probabilities are rounded to bf16 relative to the largest score so far, which depends on the width of a tile.
+# A rounding is off by 1/sqrt(12) of a step, the difference of two by sqrt(2) of that, and so is a sum of many
+# random terms relative to its own size: it crosses an edge of its grid in sqrt(2/pi) * 0.41 = 0.33 of the cases.
+FLIPS = 0.35
+# FP8 tensor cores keep about 14 bits below the largest term: a sum is off by 1.2e-4 of its typical size (measured,
+# docs/gpu.md), a bf16 step is 2^-7.5 of a value on average, and values smaller than the typical one, whose steps are
+# finer, double to triple the share that crosses an edge: 1e-4 * 2^7.5 * 2.5 = 0.045.
+FP8_FLIPS = 0.07
 BACKENDS: dict[bool, Any] = {}
 
 
@@ -111,21 +117,26 @@ def test_computes_what_reference_does(name: str, ops: Any, monkeypatch: pytest.M
     compare(case, ops, oracle, rows, monkeypatch)
 
 
+def flips_of(name: str) -> float:
+    """Share of an op's last bits that may differ."""
+    return FLIPS if "attention" in name else FP8_FLIPS if "fp8" in name else 0.03
+
+
 def compare(case: Case, ops: Any, oracle: Ops, rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     got, want = as_tuple(case.run(ops, rows)), as_tuple(case.run(oracle, rows))
     exact = as_tuple(in_double(monkeypatch, lambda: case.run(oracle, rows)))
     real = torch.tensor([row is not None for row in rows])
     for i, (g, w, e) in enumerate(zip(got, want, exact, strict=True)):
         g, w, e = g[real], w[real], e[real]
-        if case.exact:
+        if case.name == "logprobs" and g.is_floating_point():  # a sum of exponentials, in another order
+            torch.testing.assert_close(g, w, rtol=2e-6, atol=4e-6)
+        elif case.exact:
             assert same_bits(g, w)
         elif i in case.ids:
             differ = (g != w).reshape(len(g), -1).any(-1)
             assert float(differ.double().mean()) <= 0.03, f"{int(differ.sum())} rows"
         else:
-            assert_close(
-                g, w, e, grid=ops.numerics.official, flips=FLIPS if "attention" in case.name else 0.03
-            )
+            assert_close(g, w, e, grid=ops.numerics.official, flips=flips_of(case.name))
 
 
 @pytest.mark.parametrize("name", ALL_CASES)
@@ -165,6 +176,8 @@ def attention_case(key: str) -> Case:
         pages = world.paged(world.entries, rows, after=True)
         chosen = world.chosen(rng, rows, 512) if key == "csa" else None
         ring, q, kv = world.ring(world.kv, g.ring, rows), pick(world.q, rows), pick(world.kv, rows)
+        if isinstance(ops, OnDevice):  # as the engine keeps them: tiles of float32 keys would not fit
+            ring, kv, pages = (t.to(ops.ops.cache) for t in (ring, kv, pages))  # type: ignore[attr-defined]
         return ops.attention(q, kv, ring, g.span, sinks, pages, g.ratio, chosen, "compress", ctx)
 
     return Case(f"attention-{key}", run, [(s, p) for s in range(g.slots) for p in range(g.length)], world)

@@ -126,6 +126,7 @@ def test_prices_between_and_beyond_the_measured() -> None:
     assert m.step_ms(np.array([4]), 1064)[0] == pytest.approx(6.5 + 4 * 0.01)
     stairs = CostModel(table(staircase=True))
     assert stairs.step_ms(np.array([3, 4, 5]), 64).tolist() == pytest.approx([6.5, 6.5, 9.0])
+    assert stairs.draft_ms(2, 3) == pytest.approx(4.0) and stairs.draft_ms(1, 1) == pytest.approx(1.0)
     assert m.draft_ms(2, 3) == pytest.approx((1.0 + 1 / 3 + 2.0 + 4 / 3) / 2)
     assert m.draft_ms(0, 3) == 0.0
 

@@ -64,7 +64,16 @@ class Job:
     sent: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    heard: int = 0  # tokens so far
     output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a closed loop did while all of its requests decoded and none had ended: no prompt, no run-down."""
+
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,10 +103,12 @@ class Run:
     preemptions: int
     reasons: dict[str, int]
     digest: str  # of all answers' token ids, in request order
+    window: Window  # the decode phase alone
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
+    def rate(self, phase: str = "all") -> float:
+        """Tokens per second of the whole loop, or of its ``decode`` phase."""
+        if phase == "decode":
+            return self.window.tokens / self.window.seconds if self.window.seconds else 0.0
         return self.tokens / max(self.seconds, 1e-9)
 
 
@@ -138,11 +149,11 @@ class Rig:
         self._clear()
         self.frontends = {arm.name: self._frontend(arm) for arm in self.arms}
 
-    def _clear(self) -> None:
+    def _clear(self, keep_prefixes: bool = False) -> None:
         engine = self.llm.engine
         for frontend in self.frontends.values():
             frontend.engine.drain()
-        if engine.cache is not None:
+        if engine.cache is not None and not keep_prefixes:
             engine.cache.clear()
 
     def _frontend(self, arm: Arm) -> Frontend:
@@ -181,9 +192,11 @@ class Rig:
         concurrency: int,
         hear: Tally | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        keep_prefixes: bool = False,
     ) -> Run:
-        """One closed loop on a cold prefix cache. ``hear``: a tally of acceptance (costs host time)."""
-        self._clear()
+        """One closed loop, on a cold prefix cache unless ``keep_prefixes``. ``hear``: a tally of acceptance
+        (costs host time)."""
+        self._clear(keep_prefixes)
         frontend = self.frontends[arm.name]
         engine = frontend.engine
         if engine.runner.graphs is None:  # a fixed arm must not pay for another arm's survival model
@@ -194,7 +207,7 @@ class Rig:
             _listen(engine, hear)
         preempted = engine.scheduler.stats.preemptions
         engine.records.clear()
-        seconds = closed_loop(frontend, jobs, concurrency, clock)
+        seconds, window = closed_loop(frontend, jobs, concurrency, clock)
         engine.drain()
         if hear is not None:
             del engine.scheduler.commit  # type: ignore[method-assign]
@@ -203,6 +216,7 @@ class Rig:
             jobs,
             concurrency,
             seconds,
+            window,
             list(engine.records),
             engine.scheduler.stats.preemptions - preempted,
         )
@@ -222,10 +236,15 @@ def without_drafter(engine: Engine) -> Runner:
 
 def closed_loop(
     frontend: Frontend, jobs: Sequence[Job], concurrency: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """``concurrency`` requests at a time, a new one as soon as one ends; seconds until the last answer ended."""
+) -> tuple[float, Window]:
+    """``concurrency`` requests at a time, a new one as soon as one ends.
+
+    Returns (seconds until the last answer ended, the first decode phase with all places taken).
+    """
     queue: deque[Job] = deque(jobs)
     open_: dict[int, Job] = {}
+    full, seen = min(concurrency, len(jobs)), 0
+    window, from_ = Window(), (0, 0.0)  # from_: tokens and time when the last of the first requests had begun
     begun = now = clock()
     while queue or open_:
         while queue and len(open_) < concurrency:
@@ -236,14 +255,21 @@ def closed_loop(
         for answer in frontend.step():
             now = clock()
             job = open_[answer.request_id]
+            seen += len(answer.ids) - job.heard
+            job.heard = len(answer.ids)
             if answer.ids and not job.first:
                 job.first = now - begun
+                full -= 1
+                if not full:
+                    from_ = seen, now
             if answer.finish is not None:
                 if answer.finish not in (FinishReason.STOP, FinishReason.LENGTH):
                     raise RuntimeError(f"sweep: a request ended as {answer.finish.value}: {answer.error}")
                 job.last, job.output = now - begun, tuple(answer.ids)
                 del open_[answer.request_id]
-    return now - begun
+                if from_[1] and not window.seconds:
+                    window = Window(seen - from_[0], now - from_[1])
+    return now - begun, window
 
 
 def _listen(engine: Engine, tally: Tally) -> None:
@@ -264,6 +290,7 @@ def _summary(
     jobs: Sequence[Job],
     concurrency: int,
     seconds: float,
+    window: Window,
     records: list[StepRecord],
     preemptions: int,
 ) -> Run:
@@ -294,4 +321,5 @@ def _summary(
         preemptions=preemptions,
         reasons=dict(Counter(r.budget.reason for r in records).most_common(6)),
         digest=texts.hexdigest()[:16],
+        window=window,
     )

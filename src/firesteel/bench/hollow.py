@@ -47,9 +47,9 @@ class HollowTarget:
     def begin(self, rows: Any, page_table: Tensor) -> None:
         """No pass, nothing to share."""
 
-    def forward(self, ctx: Any, memory: Any, taps: Any = ()) -> tuple[Tensor, None]:
+    def forward(self, ctx: Any, memory: Any, taps: Any = ()) -> tuple[Tensor, list[Tensor]]:
         """No streams."""
-        return _Any.rows, None
+        return _Any.rows, []
 
     def collapse(self, h: Any) -> tuple[Any, Any]:
         """Nothing to collapse."""

@@ -3,7 +3,7 @@
 Host time is planning plus committing (``StepRecord.host_ms``), at several
 numbers of requests that decode together. The model is a tiny random one, so
 the share of the step is an upper bound: a real model's steps are longer, the
-host's work is the same. Adaptive verification is set against a fixed width on
+host's work is the same. Adaptive verification is set against no speculation and a fixed width on
 the engine without a model (``bench.hollow``), drawn acceptance and a virtual
 clock, in turns of the same run. The last table runs 16 requests that share prefixes,
 with the prefix cache and without it, and compares the texts.
@@ -33,11 +33,12 @@ from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.policy import FixedWidth, Policy
 
-REQUESTS = (1, 64, 256)
+REQUESTS = (1, 8, 64)
 PROMPT = 12  # tokens of each prompt when decoding is measured
 ROWS = 512  # rows of a step at least
 WIDTH = 7  # drafts per request of the fixed arm
-SETTLE = 120  # steps before adaptive verification is timed: it learns more often at first
+SETTLE = 60  # steps at first, which are told apart: adaptive verification learns more often then
+POLICIES = ("none", "fixed", "adaptive")
 STEMS, USERS = 4, 4  # the mix: system prompts, requests of each
 
 
@@ -81,41 +82,41 @@ def host_cost(model: Path, requests: int, steps: int, backend: str) -> dict[str,
 
 
 def policy_cost(requests: int, steps: int, table: str) -> dict[str, Any]:
-    """Host time (CPU time of its thread) of adaptive verification and of a fixed width, in turns.
+    """Host time (CPU time of its thread) of no speculation, a fixed width and adaptive verification, in turns.
 
-    The fixed width has the same requests; the table of prices decides whether
-    drafting pays, so both kinds of decision are seen.
+    All have the same requests; the table of prices decides whether drafting pays, so both kinds of
+    decision are seen. The plain engine knows no drafts at all, as one without a drafter. ``start``:
+    the first steps, in which adaptive verification learns more often.
     """
     prices = tables(WIDTH)[table]
-    arms: dict[str, list[float]] = {"fixed": [], "adaptive": []}
     length = 8 * (steps + SETTLE) + 64
-    beds = {name: simulated_bed(SCENES["measured"], WIDTH, requests, length) for name in arms}
-    policies: dict[str, Policy] = {"fixed": FixedWidth(WIDTH), "adaptive": beds["adaptive"].adaptive(prices)}
+    beds = {name: simulated_bed(SCENES["measured"], WIDTH, requests, length) for name in POLICIES}
+    policies: dict[str, Policy] = {
+        "none": FixedWidth(0),
+        "fixed": FixedWidth(WIDTH),
+        "adaptive": beds["adaptive"].adaptive(prices),
+    }
     for name, bed in beds.items():
         engine = bed.engine
         engine.scheduler.policy, engine.runner.virtual = policies[name], CostModel(prices)
         engine.runner.timer = time.thread_time
+        engine.scheduler.gamma = WIDTH if name != "none" else 0
         for prompt, params in jobs(requests, length - 32):
             engine.add(prompt, params, params.seed or 0)
-        for _ in range(SETTLE):
+        for _ in range(2 + requests * 20 // ROWS):  # the prompts
             engine.step()
         engine.records.clear()
-    for _ in range(steps):
+    for _ in range(SETTLE + steps):
         for bed in beds.values():
             bed.engine.step()
+    out: dict[str, Any] = {"requests": requests, "prices": table, "steps": steps}
     for name, bed in beds.items():
-        arms[name] = [r.host_ms for r in bed.engine.records if r.decodes == requests]
-    fixed, adaptive = (statistics.median(v) for v in arms.values())
-    return {
-        "requests": requests,
-        "prices": table,
-        "steps": len(arms["adaptive"]),
-        "fixed_ms_median": fixed,
-        "fixed_ms_mean": statistics.fmean(arms["fixed"]),
-        "adaptive_ms_median": adaptive,
-        "adaptive_ms_mean": statistics.fmean(arms["adaptive"]),
-        "ratio": adaptive / fixed,
-    }
+        host = [r.host_ms for r in bed.engine.records if r.decodes == requests]
+        out[f"{name}_ms_start"] = statistics.fmean(host[:SETTLE])
+        out[f"{name}_ms_median"] = statistics.median(host[SETTLE:])
+        out[f"{name}_ms_mean"] = statistics.fmean(host[SETTLE:])
+    out["over_none_ms"] = out["adaptive_ms_mean"] - out["none_ms_mean"]
+    return out
 
 
 def mix(vocab: int, stem: int) -> list[list[int]]:
@@ -178,12 +179,19 @@ def show(result: dict[str, Any], console: Console) -> None:
             f"{r['share']:.1%}",
         )
     console.print(table)
-    table = Table(title=f"host ms per step: fixed width {WIDTH} and adaptive verification, no model")
-    for column in ("requests", "prices", "fixed", "mean", "adaptive", "mean", "ratio"):
+    table = Table(
+        title=f"host ms per step, no model: none, fixed width {WIDTH}, adaptive (start: {SETTLE} steps)"
+    )
+    for column in (
+        "requests",
+        "prices",
+        *(f"{p} {f}" for p in POLICIES for f in ("start", "mean", "median")),
+    ):
         table.add_column(column, justify="right")
+    table.add_column("adaptive - none, mean", justify="right")
     for r in result["adaptive"]:
-        figures = ("fixed_ms_median", "fixed_ms_mean", "adaptive_ms_median", "adaptive_ms_mean", "ratio")
-        table.add_row(str(r["requests"]), r["prices"], *(f"{r[f]:.3f}" for f in figures))
+        figures = [f"{p}_ms_{f}" for p in POLICIES for f in ("start", "mean", "median")]
+        table.add_row(str(r["requests"]), r["prices"], *(f"{r[f]:.3f}" for f in (*figures, "over_none_ms")))
     console.print(table)
     m = result["reuse"]
     table = Table(title=f"{m['requests']} requests, {STEMS} shared prefixes of {m['stem']} tokens")
@@ -208,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         "--model", type=Path, default=None, help="checkpoint folder (default: a tiny random model)"
     )
     p.add_argument("--requests", type=int, nargs="+", default=list(REQUESTS), help="numbers of requests")
-    p.add_argument("--steps", type=int, default=40, help="steps measured for each number")
+    p.add_argument("--steps", type=int, default=120, help="steps measured for each number")
     p.add_argument("--stem", type=int, default=700, help="tokens of each shared prefix")
     p.add_argument("--tokens", type=int, default=16, help="tokens per request of the mix")
     p.add_argument("--backend", default="auto")

@@ -68,10 +68,11 @@ def fp8_tiles(splits: int, device: torch.device) -> list[Tile]:
 def expert_tiles(device: torch.device) -> list[Tile]:
     """Candidates; bits are compared with the first of each kind."""
     if device.type == "cpu":
-        return [Tile(128, n, 4, 3, kind, 1, n == 16) for kind in ("fp8", "bf16") for n in (16, 32)]
-    shapes = [(16, 4, True, 168), (16, 4, True, 0), (16, 4, False, 168), (32, 4, True, 0), (32, 4, False, 0)]
-    shapes += [(32, 8, True, 0), (64, 8, True, 0)]
-    tiles = [Tile(128, n, w, 4, "fp8", 2, p, cap) for n, w, p, cap in shapes]
+        small = [(128, 16, 1), (128, 32, 2), (64, 32, 4)]
+        tiles = [Tile(m, n, 4, 3, "fp8", pieces) for m, n, pieces in small]
+        return [*tiles, *(Tile(128, n, 4, 3, "bf16", 1, n == 16) for n in (16, 32))]
+    shapes = [(128, 16, 4, 4, 1), (64, 16, 4, 4, 4), (128, 32, 8, 3, 1), (128, 64, 8, 3, 2)]
+    tiles = [Tile(m, n, warps, stages, "fp8", pieces) for m, n, warps, stages, pieces in shapes]
     return [*tiles, Tile(128, 16, 4, 4, "bf16", 2, True), Tile(128, 64, 8, 4, "bf16", 2, False)]
 
 
@@ -95,7 +96,7 @@ def check_bits(
         line: dict[str, Any] = {"tile": str(tile), **asdict(tile)}
         out.append(line)
         try:
-            key = (tile.kind, tile.splits)
+            key = (tile.kind, 1 if isinstance(subject, Grouped) else tile.splits)
             if key not in base:
                 base[key] = subject.result(tile, every)
             line["error"] = relative(subject.result(tile, few), exact)

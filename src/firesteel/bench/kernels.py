@@ -13,7 +13,7 @@ from torch import Tensor
 
 from firesteel.checkpoint.codecs import e8m0_to_float, spread
 from firesteel.ops.reference import numeric
-from firesteel.ops.triton import fp4, linear, moe, probe
+from firesteel.ops.triton import folded, fp4, linear, moe, probe
 from firesteel.ops.triton.launch import cdiv
 
 NAN = float("nan")
@@ -217,14 +217,20 @@ class Grouped:
         self.size, self.device = size, device
         d, i, e = size.hidden, size.inner, size.experts
 
-        def blocks(n: int, k: int) -> tuple[Tensor, Tensor]:
+        def blocks(n: int, k: int) -> dict[str, moe.Grouped | folded.Weights]:
+            """The same weights as planes and folded, by the kind of product that reads them."""
             m = e * n // 128
             data = torch.randint(0, 256, (m, k // 128, 2, 128, 32), dtype=torch.uint8, device=device)
             scale = torch.randint(119, 122, (m, k // 128, 128, 4), dtype=torch.uint8, device=device)
-            return data, scale.view(torch.int32).squeeze(-1)
+            words = scale.view(torch.int32).squeeze(-1)
+            parts = [fp4.fold_blocks(*part) for part in zip(data.split(256), words.split(256), strict=True)]
+            made = [torch.cat([part[j] for part in parts]) for j in range(3)]
+            return {
+                "bf16": moe.Grouped("planes", data, words, n, k),
+                "fp8": folded.Weights(made[0], made[1], made[2], n, k),
+            }
 
-        self.w13, self.s13 = blocks(2 * i, d)
-        self.w2, self.s2 = blocks(d, i)
+        self.w13, self.w2 = blocks(2 * i, d), blocks(d, i)
         x = torch.randn(size.pool, d, device=device) / 4
         self.q, self.qs = linear.quantise(x.bfloat16(), d, torch.float8_e4m3fn)
         grid = (self.q.float().unflatten(1, (-1, 128)) * self.qs[..., None]).flatten(1)
@@ -236,7 +242,7 @@ class Grouped:
 
     def stages(self, tile: Tile, pick: Tensor, out: Tensor) -> dict[str, Callable[[], Any]]:
         """The three launches, ready to run in order."""
-        d, i, e, k = self.size.hidden, self.size.inner, self.size.experts, self.size.top
+        e, k = self.size.experts, self.size.top
         ids, weights, qs = (
             self.ids[pick].contiguous(),
             self.weights[pick].contiguous(),
@@ -245,9 +251,11 @@ class Grouped:
         x = (self.q if tile.kind == "fp8" else self.wide)[pick].contiguous()
         limit = 10.0
         how = moe.Arithmetic(tile.kind, tile.warps, tile.stages, asm=self.asm, capped=tile.cap)
-        lines = moe.plan(ids, e, tile.n)
-        w13 = moe.Grouped("planes", self.w13, self.s13, 2 * i, d)
-        w2 = moe.Grouped("planes", self.w2, self.s2, d, i)
+        parts = (tile.splits, 128 // tile.m)  # of folded weights: no ranges of K
+        shape = folded.Shape(*(folded.Part(p, tile.warps, tile.stages) for p in parts))
+        scales = qs if tile.kind == "fp8" else None
+        lines = moe.plan(ids, e, tile.n, None, scales)
+        w13, w2 = self.w13[tile.kind], self.w2[tile.kind]
         made: dict[str, tuple[Tensor, Tensor]] = {}
 
         def up() -> None:
@@ -264,12 +272,13 @@ class Grouped:
                 official=True,
                 round_h=True,
                 parallel=tile.parallel,
+                shape=shape,
             )
 
         def down() -> None:
-            moe.down(w2, how, *made["h"], lines, out, self.scratch, tile.parallel)
+            moe.down(w2, how, *made["h"], lines, out, self.scratch, tile.parallel, shape)
 
-        return {"plan": lambda: moe.plan(ids, e, tile.n), "up": up, "down": down}
+        return {"plan": lambda: moe.plan(ids, e, tile.n, None, scales), "up": up, "down": down}
 
     def result(self, tile: Tile, pick: Tensor) -> Tensor:
         """float32 [rows, top, D]: every expert's part of the pool's rows ``pick``."""
@@ -281,17 +290,18 @@ class Grouped:
     def exact(self, pick: Tensor) -> Tensor:
         """float64 products with the official roundings between them."""
         i, size = self.size.inner, self.size
-        m13, m2 = 2 * i // 128, size.hidden // 128
+        m13, m2, planes13, planes2 = 2 * i // 128, size.hidden // 128, self.w13["bf16"], self.w2["bf16"]
+        assert isinstance(planes13, moe.Grouped) and isinstance(planes2, moe.Grouped)
         out = torch.zeros(len(pick), size.top, size.hidden, dtype=torch.float64, device=self.device)
         for a, row in enumerate(pick.tolist()):
             for j, e in enumerate(self.ids[row].tolist()):
                 part = slice(e * m13, (e + 1) * m13)
-                w13 = fp4.unpack_blocks(self.w13[part], self.s13[part]).double()
+                w13 = fp4.unpack_blocks(planes13.data[part], planes13.scale[part]).double()
                 gate, up = numeric.bf16((w13 @ self.wide[row].double()).float()).chunk(2)
                 h = numeric.silu(gate.clamp_max(10.0)) * up.clamp(-10.0, 10.0) * self.weights[row, j]
                 h = numeric.e4m3_groups(numeric.bf16(h)[None], 128)[0]
                 part = slice(e * m2, (e + 1) * m2)
-                out[a, j] = fp4.unpack_blocks(self.w2[part], self.s2[part]).double() @ h.double()
+                out[a, j] = fp4.unpack_blocks(planes2.data[part], planes2.scale[part]).double() @ h.double()
         return out
 
     def timed(self, tile: Tile, rows: int, clock: Clock) -> dict[str, float | None]:

@@ -20,6 +20,7 @@ from firesteel.config import ParameterError, SamplingParams, SimulatedAcceptance
 from firesteel.speculation.policy import Adaptive
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+PHASES = ("all", "decode")
 WARM = 1_000_000  # repeats from here on are warm-ups: seeds of their own
 
 
@@ -31,6 +32,7 @@ class Plan:
     arms: str = "none,1,3,5,7,adaptive"
     rounds: int = 8
     requests: int | None = None  # of one round; None: 3 x concurrency, at least 8
+    waves: int | None = None  # the same as a multiple of the concurrency
     max_tokens: int = 96
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,6 +41,8 @@ class Plan:
     warm_requests: int | None = None  # of one warm-up; None: as many as a round
     seed: int = 0
     prefix_caching: bool = True
+    keep_prefixes: bool = False  # prompts run once, in the first warm-up of a point
+    phase: str = "all"  # "decode": arms are judged by the time in which all requests decode
     clock: str = "wall"  # "cpu": seconds this process ran, for one thread on a shared machine
     acceptance: str = "coupled"
     simulated: dict[str, Any] | None = None  # fields of SimulatedAcceptance
@@ -52,12 +56,18 @@ class Plan:
                 f"rounds={self.rounds}, warmups={self.warmups}: the best arm is chosen on even and scored on odd "
                 "rounds; give at least 2 rounds and no negative warm-ups"
             )
+        if self.phase not in PHASES:
+            raise ParameterError(f"phase={self.phase!r}: expected one of {', '.join(PHASES)}")
+        if self.keep_prefixes and not self.prefix_caching:
+            raise ParameterError("keep_prefixes: there is no prefix cache; leave prefix_caching on")
         if self.clock not in CLOCKS:
             raise ParameterError(f"clock={self.clock!r}: expected one of {', '.join(CLOCKS)}")
         SimulatedAcceptance.of(self.simulated)  # raises on what is none
 
     def per_round(self, concurrency: int) -> int:
         """Requests of one round."""
+        if self.waves is not None:
+            return self.waves * concurrency
         return self.requests or max(3 * concurrency, 8)
 
 
@@ -116,7 +126,13 @@ class Sweep:
             for arm in self._order(r):
                 tick(f"{concurrency} at once, round {r + 1}, {arm.name}")
                 runs[arm.name].append(
-                    self.rig.run(arm, self.jobs(r * count, count), concurrency, clock=clock)
+                    self.rig.run(
+                        arm,
+                        self.jobs(r * count, count),
+                        concurrency,
+                        clock=clock,
+                        keep_prefixes=plan.keep_prefixes,
+                    )
                 )
         out: dict[str, Any] = {
             "concurrency": concurrency,
@@ -125,7 +141,7 @@ class Sweep:
             "checks": self._checks(runs),
             "acceptance_by_position": None if tally is None else _of_tally(tally),
         }
-        rates = {name: [run.rate for run in part] for name, part in runs.items()}
+        rates = {name: [run.rate(plan.phase) for run in part] for name, part in runs.items()}
         fixed = [a.name for a in self.arms if not a.adaptive]
         if ADAPTIVE in rates and fixed:
             out["verdict"] = judge(rates, ADAPTIVE, fixed).to_json()
@@ -151,7 +167,8 @@ class Sweep:
             for arm in self._order(turn):
                 tick(f"{concurrency} at once, warm-up {turn + 1}, {arm.name}")
                 jobs = self.jobs(turn * count, count, WARM)
-                self.rig.run(arm, jobs, concurrency, tally if arm is widest else None)
+                hear = tally if arm is widest else None
+                self.rig.run(arm, jobs, concurrency, hear, keep_prefixes=self.plan.keep_prefixes)
         return tally if tally.steps else None
 
     def _checks(self, runs: dict[str, list[Run]]) -> dict[str, Any]:
@@ -180,6 +197,12 @@ def _of_tally(tally: Tally) -> dict[str, Any]:
     }
 
 
+def _windows(runs: Sequence[Run]) -> float | None:
+    """Tokens per second while all requests decode."""
+    seconds = sum(r.window.seconds for r in runs)
+    return sum(r.window.tokens for r in runs) / seconds if seconds else None
+
+
 def _of_runs(runs: Sequence[Run]) -> dict[str, Any]:
     """One arm at one point: totals over rounds, percentiles over all requests."""
     decode = sum(r.decode_seconds for r in runs)
@@ -192,7 +215,9 @@ def _of_runs(runs: Sequence[Run]) -> dict[str, Any]:
     priced = sum(r.priced_ms for r in runs)
     return {
         "tokens_per_second": sum(r.tokens for r in runs) / sum(r.seconds for r in runs),
-        "tokens_per_second_by_round": [r.rate for r in runs],
+        "tokens_per_second_by_round": [r.rate() for r in runs],
+        "decode_tokens_per_second": _windows(runs),
+        "decode_tokens_per_second_by_round": [r.rate("decode") for r in runs],
         "tokens_per_second_per_user": sum(r.decode_tokens for r in runs) / decode if decode else None,
         "ttft_ms": percentiles([v for r in runs for v in r.ttft_ms]),
         "tpot_ms": percentiles([v for r in runs for v in r.tpot_ms]),

@@ -27,7 +27,7 @@ from firesteel.bench.cli import engine_settings, integers, rates
 from firesteel.bench.geometry import GEOMETRIES, geometry
 from firesteel.bench.readers import FORMS, RequestSet, bundled, random_prompts, read_requests
 from firesteel.bench.report import write_json
-from firesteel.bench.rounds import CLOCKS, Plan, pin, sweep
+from firesteel.bench.rounds import CLOCKS, PHASES, Plan, pin, sweep
 from firesteel.config import ParameterError
 from firesteel.engine.build import BUNDLED
 from firesteel.errors import user_errors
@@ -44,7 +44,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Throughput by arm, and what adaptive did, for the terminal."""
     mark = " (SIMULATED acceptance)" if result["simulated"] else ""
     names = list(result["points"][0]["arms"])
-    rates = Table(title=f"tokens/s | per user{mark}", title_justify="left")
+    decode = result["settings"]["phase"] == "decode"
+    what = "tokens/s while all requests decode" if decode else "tokens/s"
+    rates = Table(title=f"{what} | per user{mark}", title_justify="left")
     for column in ("at once", *names, "best fixed", "adaptive / best", "lower 95 %"):
         rates.add_column(column, justify="right", no_wrap=True)
     detail = Table(title=f"adaptive{mark}", title_justify="left")
@@ -64,11 +66,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
         for name in names:
             arm = point["arms"][name]
             user = arm["tokens_per_second_per_user"]
-            cells.append(
-                f"{arm['tokens_per_second']:,.0f} | {user:,.0f}"
-                if user
-                else f"{arm['tokens_per_second']:,.0f}"
-            )
+            whole = arm["decode_tokens_per_second" if decode else "tokens_per_second"] or 0.0
+            cells.append(f"{whole:,.0f} | {user:,.0f}" if user else f"{whole:,.0f}")
         verdict = point.get("verdict")
         tail = ("-", "-", "-")
         if verdict:
@@ -148,7 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--arms", default="none,1,3,5,7,adaptive")
     p.add_argument("--rounds", type=int, default=8)
     p.add_argument(
-        "--requests-per-round", type=int, default=None, help="default: 3 x concurrency, at least 8"
+        "--requests-per-round",
+        default=None,
+        metavar="N or Nx",
+        help="a number, or times the concurrency as in 1x (default: 3x, at least 8)",
     )
     p.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer at most")
     p.add_argument("--temperature", type=float, default=1.0)
@@ -158,6 +160,15 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--warm-requests", type=int, default=None, help="of one warm-up (default: as a round)")
     p.add_argument("--seed", type=int, default=0, help="base of all seeds")
     p.add_argument("--no-prefix-caching", action="store_true")
+    p.add_argument(
+        "--keep-prefixes", action="store_true", help="run prompts once per point: later runs find them cached"
+    )
+    p.add_argument(
+        "--phase",
+        default="all",
+        choices=PHASES,
+        help="decode: judge by the time in which all requests decode (give --requests-per-round 1x)",
+    )
     p.add_argument("--acceptance", default="coupled", choices=("coupled", "rejection"))
     p.add_argument(
         "--simulated",
@@ -191,11 +202,16 @@ def _plan(args: argparse.Namespace) -> Plan:
     if args.simulated is not None:
         found = PRESETS.get(args.simulated)
         simulated = {"rates": list(found or rates("--simulated", args.simulated)), "spread": args.spread}
+    waves = (args.requests_per_round or "").endswith("x")
+    count = None
+    if args.requests_per_round is not None:
+        (count,) = integers("--requests-per-round", args.requests_per_round.removesuffix("x"))
     return Plan(
         concurrency=integers("--concurrency", args.concurrency),
         arms=args.arms,
         rounds=args.rounds,
-        requests=args.requests_per_round,
+        requests=None if waves else count,
+        waves=count if waves else None,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
@@ -204,6 +220,8 @@ def _plan(args: argparse.Namespace) -> Plan:
         warm_requests=args.warm_requests,
         seed=args.seed,
         prefix_caching=not args.no_prefix_caching,
+        keep_prefixes=args.keep_prefixes,
+        phase=args.phase,
         clock=args.clock,
         acceptance=args.acceptance,
         simulated=simulated,

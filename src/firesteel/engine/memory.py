@@ -211,12 +211,15 @@ class Memory:
 
     # ---- device, in launch order ----------------------------------------------
     def push(self) -> None:
-        """Copy changed page table lines to the device."""
-        for slot in sorted(self._dirty):
+        """Copy changed page table lines to the device, all in one."""
+        if not self._dirty:
+            return
+        changed = sorted(self._dirty)
+        lines = torch.zeros(len(changed), self.columns, dtype=torch.int64)
+        for line, slot in zip(lines, changed, strict=True):
             pages = self._pages[slot]
-            line = torch.zeros(self.columns, dtype=torch.int64)
             line[: len(pages)] = torch.tensor(pages, dtype=torch.int64)
-            self.page_table[slot] = upload(line, self.device)
+        self.page_table.index_copy_(0, self._at(changed), upload(lines, self.device))
         self._dirty.clear()
 
     def _at(self, pages: list[int]) -> Tensor:

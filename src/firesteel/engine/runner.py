@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from firesteel.config import SpeculativeConfig
@@ -26,12 +28,13 @@ from firesteel.engine.slots import Line, Slots
 from firesteel.engine.sync import Clock, SyncGuard, to_host, upload
 from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import Target
-from firesteel.ops.types import Calibration, PromptRows, Proposal
+from firesteel.ops.types import Calibration, PassContext, PromptRows, Proposal
 from firesteel.parallel import ALONE, Group
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.simulated import Simulator
 
 SCORE_BLOCK = 64  # prompt rows whose logits exist at once
+MOST_WAITING = 24  # rows whose context rows may be due: about what one product takes at the price of few
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,11 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """What the drafting pass said of one request, one value per depth."""
+    """What the drafting pass said: float64 [G, width], a line per group of ``StepPlan.drafting``."""
 
-    request_id: int
-    head: tuple[float, ...]  # empty without a confidence head
-    margin: tuple[float, ...]
-    survival: tuple[float, ...]
+    head: NDArray[np.float64] | None  # None without a confidence head
+    margin: NDArray[np.float64]
+    survival: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class StepResult:
 
     groups: tuple[GroupResult, ...]
     prompts: tuple[PromptScores, ...]
-    drafts: tuple[DraftReport, ...] = ()
+    drafts: DraftReport | None = None
     ms: float = 0.0
 
 
@@ -144,16 +146,16 @@ class Handle:
             )
             self.survival = copy(self.survival)
 
-    def _drafts(self) -> tuple[DraftReport, ...]:
+    def _drafts(self) -> DraftReport | None:
         if self.proposal is None or self.survival is None:
-            return ()
-        p = self.proposal
-        head = p.confidence.tolist() if p.confidence is not None else [()] * len(self.plan.drafting)
-        margin, survival = p.margin.tolist(), self.survival.tolist()
-        return tuple(
-            DraftReport(d.request_id, tuple(head[g]), tuple(margin[g]), tuple(survival[g]))
-            for g, d in enumerate(self.plan.drafting)
-        )
+            return None
+        p, n = self.proposal, len(self.plan.drafting)
+
+        def column(values: Tensor) -> NDArray[np.float64]:  # a copy: the next pass may reuse the memory
+            return values[:n].numpy().astype(np.float64)
+
+        head = None if p.confidence is None else column(p.confidence)
+        return DraftReport(head, column(p.margin), column(self.survival))
 
     def _groups(self) -> tuple[GroupResult, ...]:
         if self.verdict is None or self.samples is None:
@@ -210,6 +212,8 @@ class Runner:
         if speculative is not None and speculative.rejection and speculative.proposal == "dense":
             slots.keep_draft_logits()
         self._saved: dict[int, tuple[Line, Saved]] = {}
+        self._waiting: list[tuple[list[Tensor], PassContext]] = []  # passes that still owe context rows
+        self._due = 0  # rows of theirs
         self.masks = Masks(memory.gamma, guard, self.device)
         self._calibration: Calibration | None = None
         self.virtual: CostModel | None = None  # a virtual clock, for benchmarks and tests only
@@ -226,6 +230,9 @@ class Runner:
                 speculative.num_speculative_tokens,
                 target.config.vocab_size,
                 self.device,
+                None
+                if self.device.type == "cpu"
+                else (slots.state.history.shape[0], slots.state.history.shape[1]),
             )
 
     @property
@@ -269,17 +276,22 @@ class Runner:
             self._calibrate(Calibration(*(self.slots.floats(part) for part in plan.calibration)))
         for rid in plan.forget:
             self._saved.pop(rid, None)
+        if plan.saves or plan.admissions or plan.restores or plan.snapshots:
+            self.write_context()  # before rings are copied or change hands
         for save in plan.saves:
             copy = self.memory.save(save.slot, list(save.pages))
             self._saved[save.request_id] = (self.slots.copy(save.slot), copy)
+        self.slots.admit(plan.admissions)
         for admission in plan.admissions:  # reads snapshots whose pages a restore may take over
-            self.slots.admit(admission)
             if admission.snapshot:
                 self.memory.read_snapshot(list(admission.snapshot), admission.slot, admission.start)
         for restore in plan.restores:
             line, copy = self._saved.pop(restore.request_id)
             self.slots.restore(line, restore.slot)
             self.memory.restore(copy, restore.slot, list(restore.pages))
+        taken = [a.slot for a in plan.admissions] + [r.slot for r in plan.restores]
+        if self.simulator is not None and taken:
+            self.simulator.prepare(self.slots.ints(taken), self.slots.state)
         self.memory.push()
 
     def fix_addresses(self) -> None:
@@ -319,9 +331,14 @@ class Runner:
         )
         if plan.guided and self.group.leads:  # the others take its tokens
             handle.question = self.masks.ask(plan, rows, samples, state)
-        h = graphs.forward(rows) if graphs is not None and graphs.has(rows) else self.forward_rows(rows)
-        for chunk in plan.chunks:
-            state.cursor[chunk.slot] = chunk.end
+        if graphs is not None:
+            h = graphs.forward(rows) if graphs.has(rows) else self.forward_rows(rows)
+        else:
+            draftless = self.device.type == "cpu" and not (plan.drafting or plan.snapshots)
+            h = self.forward_rows(rows, draftless)
+        if plan.chunks:
+            at, ends = self.slots.ints([[c.slot for c in plan.chunks], [c.end for c in plan.chunks]]).unbind()
+            state.cursor.index_copy_(0, at, ends)
         if plan.sampling:
             handle.samples = samples
             if graphs is not None and tail is not None:
@@ -337,13 +354,26 @@ class Runner:
         return not (self.rejection or plan.shaped or plan.guided or plan.logprobs >= 0)
 
     # ---- what can be recorded -----------------------------------------------------
-    def forward_rows(self, rows: RowBatch) -> Tensor:
-        """The target's layers over ``rows``, and their context rows: streams [R, hc, D]."""
+    def forward_rows(self, rows: RowBatch, draftless: bool = False) -> Tensor:
+        """The target's layers over ``rows``, and their context rows: streams [R, hc, D].
+
+        The drafter's window gets no holes: rows of ``draftless`` steps wait until some are there or
+        somebody looks, and are then written together, which costs a fraction of one by one.
+        """
         ctx = self.target.begin(rows, self.memory.page_table)
-        h, taps = self.target.forward(ctx, self.memory.layers, self.drafter.taps if self.drafter else ())
-        if self.drafter is not None and taps is not None:  # also in steps that do not draft: no holes
-            self.drafter.write_context(taps, ctx, self.memory.stages)
+        h, tapped = self.target.forward(ctx, self.memory.layers, self.drafter.taps if self.drafter else ())
+        if tapped:
+            self._waiting.append((tapped, ctx))
+            self._due += rows.count
+            if not draftless or self._due >= MOST_WAITING:
+                self.write_context()
         return h
+
+    def write_context(self) -> None:
+        """Write the context rows that wait."""
+        if self._waiting and self.drafter is not None:
+            self.drafter.write_context(self._waiting, self.memory.stages)
+        self._waiting, self._due = [], 0
 
     def sample_rows(self, hidden: Tensor, rows: RowBatch, samples: SampleRows, widest: int) -> Verdict:
         """Sample and commit rows whose logits nobody changes or wants to see."""
@@ -369,16 +399,10 @@ class Runner:
         )
         if self.simulator is not None:
             proposal = self.simulator.proposal(proposal, slots, state)
-        state.passes[slots] += 1
-        state.draft_len[slots] = width
-        state.drafts[slots, :width] = self.group.agree(proposal.tokens)
-        state.margin[slots, :width] = proposal.margin
-        if proposal.confidence is not None:
-            state.confidence[slots, :width] = proposal.confidence
-        survival = ops.survival(proposal, slots, state, self._calibration)
-        state.survival[slots, :width] = survival
+        proposal = replace(proposal, tokens=self.group.agree(proposal.tokens))
+        survival = ops.note_drafts(proposal, slots, state, self._calibration)
         if state.draft_logits is not None and proposal.logits is not None:
-            state.draft_logits[slots, :width] = proposal.logits
+            state.draft_logits[slots, : proposal.logits.shape[1]] = proposal.logits
         return proposal, survival
 
     def _draft(self, plan: StepPlan, handle: Handle) -> None:
@@ -429,7 +453,7 @@ class Runner:
             tokens = self.simulator.tokens(rows.slots[at], rows.positions[at] + 1, state)
         tokens, finite = self.group.agree(tokens), self.group.agree(finite)
         verdict = ops.commit(tokens, finite, rows, samples, state, widest)
-        state.draft_len[samples.slots] = 0
+        state.draft_len.index_fill_(0, samples.slots, 0)
         return verdict
 
     @staticmethod

@@ -29,11 +29,11 @@ from firesteel.engine.runner import StepResult
 from firesteel.engine.sequence import Sequence
 from firesteel.speculation.policy import (
     Candidate,
+    DraftBlocks,
     Drafting,
     FixedWidth,
     Load,
     Policy,
-    Proposed,
     Timing,
     Verified,
 )
@@ -104,23 +104,26 @@ class Scheduler:
         return self._finish_plan(board)
 
     def _finish_plan(self, board: Draftboard) -> StepPlan:
-        sampling = [*board.firsts, *board.decodes]
-        top = max(
-            [c.end - 1 for c in board.chunks] + [s.bound - 1 + self.gamma for s in board.decodes], default=0
-        )
+        sampling, bounds = [*board.firsts, *board.decodes], self._bounds(board)
+        far = max(bounds[len(board.firsts) :], default=1 - self.gamma) - 1 + self.gamma
+        top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
-        load = self._load(self._bounds(board), rows - board.budget.drafts, board.room)
+        load = self._load(bounds, rows - board.budget.drafts, board.room)
         draft = NO_DRAFTING
         if self.gamma and sampling:
             have = board.candidates  # nothing that they say has changed since
             late = [self._candidate(s) for s in board.decodes[len(have) :]]
             firsts = [self._candidate(s) for s in board.firsts]
-            draft = self.policy.drafting([*firsts, *have, *late], load)
-        drafting = [s for s in sampling if s.request_id in draft.request_ids]
+            draft = self.policy.drafting([*firsts, *have, *late] if firsts or late else have, load)
+        decodes = [Decode(s.request_id, s.slot) for s in board.decodes]
+        drafting = [*(Decode(s.request_id, s.slot) for s in board.firsts), *decodes]
+        if len(draft.request_ids) < len(sampling):
+            drafting = [d for d in drafting if d.request_id in draft.request_ids]
         calibration = self.policy.calibration()
+        drafts_all = len(drafting) == len(sampling)
         for seq in sampling:
             seq.in_flight += 1
-            seq.ready = draft.width if seq.request_id in draft.request_ids else 0
+            seq.ready = draft.width if drafts_all or seq.request_id in draft.request_ids else 0
         scored = [self._by_id[c.request_id].params for c in board.chunks if c.scored]
         reports = [s.params.logprobs for s in sampling] + [p.prompt_logprobs for p in scored]
         forget, self._forget = tuple(self._forget), []
@@ -130,17 +133,17 @@ class Scheduler:
         return StepPlan(
             step=self._step,
             chunks=tuple(board.chunks),
-            decodes=tuple(Decode(s.request_id, s.slot) for s in board.decodes),
+            decodes=tuple(decodes),
             budget=board.budget,
             max_position=top,
             admissions=tuple(board.admissions),
             saves=tuple(board.saves),
             restores=tuple(board.restores),
             snapshots=tuple(order for _, order in board.snapshots),
-            drafting=tuple(Decode(s.request_id, s.slot) for s in drafting),
+            drafting=tuple(drafting),
             draft_width=draft.width if drafting else 0,
             draft_reason=draft.reason,
-            draft_weights=tuple(draft.weights.get(s.request_id, 1.0) for s in drafting)
+            draft_weights=tuple(draft.weights.get(d.request_id, 1.0) for d in drafting)
             if draft.weights
             else (),
             draft_depth=self.gamma if board.budget.drafts else 0,
@@ -171,11 +174,19 @@ class Scheduler:
         pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
         kept = min(self.config.max_num_batched_tokens // 4, pending)
         if self.gamma and board.decodes:
-            board.candidates = [self._candidate(s) for s in board.decodes]
+            board.candidates = [self._offer(s, b) for s, b in zip(board.decodes, board.bounds, strict=True)]
             rows = len(board.decodes) + min(pending, board.room)
             load = self._load(board.bounds, rows, board.room - kept)
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
+
+    def _offer(self, seq: Sequence, bound: int) -> Candidate:
+        """``_candidate``, as it was in the step before while it is the same and its length limit is far."""
+        if bound + self.gamma + 1 >= seq.max_len:
+            return self._candidate(seq)
+        if seq.offer is None or seq.offer[0] != seq.ready:
+            seq.offer = seq.ready, self._candidate(seq)
+        return seq.offer[1]
 
     @staticmethod
     def _candidate(seq: Sequence) -> Candidate:
@@ -446,14 +457,16 @@ class Scheduler:
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
         """Show the policy what became of its choices."""
-        kinds = {d.request_id: int(self._by_id[d.request_id].params.temperature > 0) for d in plan.drafting}
+        said = result.drafts
+        proposed: DraftBlocks | tuple[()] = ()
+        if said is not None:
+            ids = [d.request_id for d in plan.drafting]
+            kinds = [int(self._by_id[i].params.temperature > 0) for i in ids]
+            proposed = DraftBlocks(ids, kinds, said.head, said.margin, said.survival)
         self.policy.learn(
-            [
-                Proposed(d.request_id, kinds[d.request_id], d.head, d.margin, d.survival)
-                for d in result.drafts
-            ],
+            proposed,
             [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in result.groups],
-            Timing(plan.rows, plan.predicted_ms, result.ms),
+            Timing(plan.rows, plan.predicted_ms, result.ms, len(plan.drafting), plan.draft_width),
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -10,6 +10,7 @@ from firesteel.config import SamplingParams
 from firesteel.core import Admission, FinishReason, Origin, Shaping
 from firesteel.engine.guide import Guide
 from firesteel.engine.runner import TokenScore
+from firesteel.speculation.terms import Candidate
 
 MAX_TOP_K = 2**31 - 1  # what the device's tables hold; more than any vocabulary
 
@@ -42,6 +43,7 @@ class Sequence:
     steps: int = 0  # steps that sampled for it
     draft_cap: int = 0  # drafts it may verify per step
     ready: int = 0  # drafts that its last planned step proposes
+    offer: tuple[int, Candidate] | None = None  # it as the policy saw it last, and ``ready`` then
     drafted: int = 0
     verified_at: list[int] = field(default_factory=list)  # by depth inside the block
     accepted_at: list[int] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,10 +15,29 @@ from firesteel.engine.sync import upload
 from firesteel.ops.types import SlotState
 
 
+INTS = (
+    "cursor", "anchor", "alive", "draft_len", "draft_cap", "passes", "max_len",
+    "seed_lo", "seed_hi", "sample", "top_k", "stop_from", "prompt_len",
+)  # fmt: skip
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+def number_tables(slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(INTS int64, FLOATS float32) [names, slots]: one line per field, each beginning at 16 bytes."""
+    wide = -(-slots // 4) * 4
+    whole = torch.zeros(len(INTS), wide, dtype=torch.int64, device=device)
+    return whole[:, :slots], torch.zeros(len(FLOATS), wide, device=device)[:, :slots]
+
+
 def slot_state(
-    slots: int, vocab_size: int, max_model_len: int, gamma: int, device: torch.device
+    slots: int,
+    vocab_size: int,
+    max_model_len: int,
+    gamma: int,
+    device: torch.device,
+    numbers: tuple[Tensor, Tensor] | None = None,
 ) -> SlotState:
-    """Fresh per-slot state; ``slots`` counts the scratch slot."""
+    """Fresh per-slot state; ``slots`` counts the scratch slot. Fields of one number are lines of ``numbers``."""
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(slots, *shape, dtype=torch.int64, device=device)
@@ -25,29 +45,13 @@ def slot_state(
     def floats(*shape: int) -> Tensor:
         return torch.zeros(slots, *shape, device=device)
 
-    return SlotState(
-        cursor=ints(),
-        anchor=ints(),
-        alive=ints(),
-        max_len=ints(),
-        seed_lo=ints(),
-        seed_hi=ints(),
-        sample=ints(),
-        top_k=ints(),
-        stop_from=ints(),
-        prompt_len=ints(),
-        temperature=floats(),
-        top_p=floats() + 1,
-        min_p=floats(),
-        repetition=floats() + 1,
-        presence=floats(),
-        frequency=floats(),
+    whole, real = numbers or number_tables(slots, device)
+    state = SlotState(
+        **dict(zip(INTS, whole.unbind(), strict=True)),
+        **dict(zip(FLOATS, real.unbind(), strict=True)),
         stop_ids=ints(MAX_STOP_IDS) - 1,
         history=ints(max_model_len + gamma + 1),
         drafts=ints(max(gamma, 1)),
-        draft_len=ints(),
-        draft_cap=ints(),
-        passes=ints(),
         margin=floats(max(gamma, 1)),
         confidence=floats(max(gamma, 1)),
         survival=floats(max(gamma, 1)),
@@ -55,6 +59,19 @@ def slot_state(
         bias_values=floats(0),
         bad_words=torch.zeros(slots, 0, 1, dtype=torch.int64, device=device) - 1,
     )
+    state.top_p.fill_(1.0)
+    state.repetition.fill_(1.0)
+    return state
+
+
+def _numbers(a: Admission) -> tuple[list[int], list[float]]:
+    """Values of INTS and FLOATS."""
+    p = a.shaping
+    ints = [
+        a.start, 0, 1, 0, a.draft_cap, 0, a.max_len,
+        a.seed & 0xFFFFFFFF, a.seed >> 32, a.sample, max(p.top_k, 0), p.stop_from, p.prompt_len,
+    ]  # fmt: skip
+    return ints, [a.temperature, p.top_p, p.min_p, p.repetition, p.presence, p.frequency]
 
 
 @dataclass(frozen=True)
@@ -69,9 +86,10 @@ class Slots:
 
     def __init__(self, slots: int, vocab_size: int, max_model_len: int, gamma: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
-        self.state = slot_state(slots, vocab_size, max_model_len, gamma, device)
+        self._numbers = number_tables(slots, device)
+        self.state = slot_state(slots, vocab_size, max_model_len, gamma, device, self._numbers)
 
-    def ints(self, values: list[int] | tuple[int, ...]) -> Tensor:
+    def ints(self, values: Any) -> Tensor:
         """int64 on the device, copied without waiting."""
         return upload(torch.tensor(values, dtype=torch.int64), self.device)
 
@@ -79,44 +97,44 @@ class Slots:
         """float32 on the device, copied without waiting."""
         return upload(torch.tensor(values, dtype=torch.float32), self.device)
 
-    def admit(self, a: Admission) -> None:
-        """Write a slot's line."""
-        s, slot, shaping = self.state, a.slot, a.shaping
-        s.cursor[slot], s.anchor[slot], s.alive[slot] = a.start, 0, 1
-        s.draft_len[slot], s.draft_cap[slot], s.passes[slot] = 0, a.draft_cap, 0
-        s.max_len[slot] = a.max_len
-        s.seed_lo[slot], s.seed_hi[slot], s.sample[slot] = a.seed & 0xFFFFFFFF, a.seed >> 32, a.sample
-        s.temperature[slot] = a.temperature
-        s.top_k[slot], s.top_p[slot], s.min_p[slot] = max(shaping.top_k, 0), shaping.top_p, shaping.min_p
-        s.repetition[slot], s.presence[slot] = shaping.repetition, shaping.presence
-        s.frequency[slot] = shaping.frequency
-        s.stop_from[slot], s.prompt_len[slot] = shaping.stop_from, shaping.prompt_len
-        assert len(a.stop_ids) <= MAX_STOP_IDS, "checked when the request was accepted"
-        s.stop_ids[slot] = self.ints([*a.stop_ids, *[-1] * (MAX_STOP_IDS - len(a.stop_ids))])
-        if a.prefix:
-            s.history[slot, : a.start] = self.ints(a.prefix)
-        self._tables(a)
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Write the slots' lines: a handful of copies for any number of requests, and no wait."""
+        if not admissions:
+            return
+        s, at = self.state, self.ints([a.slot for a in admissions])
+        numbers = [_numbers(a) for a in admissions]
+        whole = self.ints([list(column) for column in zip(*(i for i, _ in numbers), strict=True)])
+        real = self.floats([list(column) for column in zip(*(f for _, f in numbers), strict=True)])
+        for table, values in zip(self._numbers, (whole, real), strict=True):
+            table.index_copy_(1, at, values)
+        stops = [[*a.stop_ids, *[-1] * (MAX_STOP_IDS - len(a.stop_ids))] for a in admissions]
+        assert all(len(line) == MAX_STOP_IDS for line in stops), "checked when the request was accepted"
+        s.stop_ids.index_copy_(0, at, self.ints(stops))
+        for a in admissions:
+            if a.prefix:
+                s.history[a.slot, : a.start] = self.ints(a.prefix)
+            self._tables(a)
 
     def _tables(self, a: Admission) -> None:
         """Bias, allowed ids and bad words; their tables grow to the widest request so far."""
         s, slot, shaping = self.state, a.slot, a.shaping
         self._widen_bias(len(shaping.bias))
-        s.bias_ids[slot] = -1
-        s.bias_values[slot] = 0.0
+        s.bias_ids[slot].fill_(-1)  # storing a number by index would be a copy that waits
+        s.bias_values[slot].zero_()
         if shaping.bias:
             n = len(shaping.bias)
             s.bias_ids[slot, :n] = self.ints([i for i, _ in shaping.bias])
             s.bias_values[slot, :n] = self.floats([v for _, v in shaping.bias])
         self._widen_words(len(shaping.bad_words), max((len(w) for w in shaping.bad_words), default=1))
-        s.bad_words[slot] = -1
+        s.bad_words[slot].fill_(-1)
         for i, word in enumerate(shaping.bad_words):
             s.bad_words[slot, i, -len(word) :] = self.ints(word)
         if shaping.allowed is not None and s.allowed is None:
             s.allowed = torch.ones(s.cursor.shape[0], self.vocab_size, dtype=torch.bool, device=self.device)
         if s.allowed is not None:
-            s.allowed[slot] = shaping.allowed is None
+            s.allowed[slot].fill_(shaping.allowed is None)
             if shaping.allowed is not None:
-                s.allowed[slot, self.ints(shaping.allowed)] = True
+                s.allowed[slot].index_fill_(0, self.ints(shaping.allowed), True)
 
     def _widen_bias(self, need: int) -> None:
         s, have = self.state, self.state.bias_ids.shape[1]
@@ -147,7 +165,7 @@ class Slots:
         for name, value in line.values.items():
             table = getattr(self.state, name)
             if table[slot].shape != value.shape:
-                table[slot] = -1 if name in ("bias_ids", "bad_words") else 0
+                table[slot].fill_(-1 if name in ("bias_ids", "bad_words") else 0)
             if name == "bad_words":
                 table[slot, : value.shape[0], table.shape[2] - value.shape[1] :] = value
             elif value.ndim == 1:
@@ -155,4 +173,4 @@ class Slots:
             else:
                 table[slot] = value
         if "allowed" not in line.values and self.state.allowed is not None:
-            self.state.allowed[slot] = True
+            self.state.allowed[slot].fill_(True)

@@ -20,6 +20,8 @@ from firesteel.ops.types import (
     Calibration,
     Compressor,
     CompressorMemory,
+    ContextWeights,
+    DraftStage,
     Experts,
     Hyper,
     HyperHead,
@@ -55,6 +57,12 @@ class Ops(ABC):
     @abstractmethod
     def expert_weights(self, w1: Sequence[QTensor], w2: Sequence[QTensor], w3: Sequence[QTensor]) -> Experts:
         """Prepare routed experts; lists are indexed by expert."""
+
+    def share_input(self, weights: Sequence[tuple[Linear, bool]]) -> None:  # noqa: B027 -- nothing to do is right
+        """Declare weights that always multiply the same input, the first of them before the others.
+
+        True marks those used by ``linear_f32``. A backend may then multiply by all at once.
+        """
 
     # ---- one pass ---------------------------------------------------------
     @abstractmethod
@@ -95,6 +103,13 @@ class Ops(ABC):
     @abstractmethod
     def hyper_post(self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """New streams post_k * f + sum_j comb[j, k] * h_j: [R, hc, D]."""
+
+    def hyper_step(
+        self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor, w: Hyper, norm: Norm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From one sublayer to the next: ``hyper_post``, and ``hyper_pre`` of its streams (h, x, post, comb)."""
+        h = self.hyper_post(f, h, post, comb)
+        return (h, *self.hyper_pre(h, w, norm))
 
     @abstractmethod
     def hyper_head(self, h: Tensor, w: HyperHead, norm: Norm) -> tuple[Tensor, Tensor]:
@@ -178,10 +193,46 @@ class Ops(ABC):
         experts: Experts,
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
+        valid: Tensor | None = None,
     ) -> Tensor:
-        """Routed experts in ascending id plus the shared ones (w13, w2): [R, D]."""
+        """Routed experts in ascending id plus the shared ones (w13, w2): [R, D].
+
+        ``valid`` bool [R]: the others are padding, whose results nobody looks at (finite, if anything).
+        """
 
     # ---- drafter ----------------------------------------------------------
+    def context_rows(
+        self,
+        passes: Sequence[tuple[Sequence[Tensor], PassContext]],
+        w: ContextWeights,
+        windows: Sequence[Tensor],
+    ) -> None:
+        """Store every stage's context row of all rows of ``passes``, the earliest first.
+
+        A pass gives its ``streams`` [R, hc, D], outputs of the tapped layers in
+        the order of ``w.project``'s columns; ``windows`` [S, ring, d]: one ring
+        per stage. The bits are those of the ops below.
+        """
+        for streams, ctx in passes:
+            x = self.norm(self.linear(torch.cat([self.tap(h) for h in streams], dim=-1), w.project), w.norm)
+            for (wkv, norm), window in zip(w.stages, windows, strict=True):
+                self.store_window(window, self.key_value(self.linear(x, wkv), norm, w.table, ctx), ctx)
+
+    def draft_stage(self, h: Tensor, w: DraftStage, window: Tensor, ctx: PassContext) -> Tensor:
+        """Streams h [R, hc, D] of a draft block through one stage; ``window`` [S, ring, d] holds its context.
+
+        The bits are those of the ops it consists of.
+        """
+        x, post, comb = self.hyper_pre(h, w.attn_hyper, w.attn_norm)
+        qa = self.norm(self.linear(x, w.wq_a), w.q_norm)
+        q = self.query(self.linear(qa, w.wq_b), w.heads, w.eps, w.table, ctx)
+        kv = self.key_value(self.linear(x, w.wkv), w.kv_norm, w.table, ctx)
+        o = self.block_attention(q, kv, window, w.span, w.sinks, w.table, ctx)
+        f = self.output(o, w.wo_a, w.wo_b)
+        h, x, post, comb = self.hyper_step(f, h, post, comb, w.ffn_hyper, w.ffn_norm)
+        ids, weights = self.route(x, w.router, ctx.rows.tokens)
+        return self.hyper_post(self.moe(x, ids, weights, w.experts, w.shared, w.limit), h, post, comb)
+
     @abstractmethod
     def block_attention(
         self, q: Tensor, kv: Tensor, window: Tensor, span: int, sinks: Tensor, table: str, ctx: PassContext
@@ -219,6 +270,37 @@ class Ops(ABC):
         self, proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None
     ) -> Tensor:
         """Survival float32 [G, K]: running product of calibrated probabilities; ones without a calibration."""
+
+    def note_drafts(
+        self, proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None
+    ) -> Tensor:
+        """Write new drafts, their signals and their number into the lines of ``slots``; returns ``survival``."""
+        width = proposal.tokens.shape[1]
+        state.passes[slots] += 1
+        state.draft_len.index_fill_(0, slots, width)
+        state.drafts[slots, :width] = proposal.tokens
+        state.margin[slots, :width] = proposal.margin
+        if proposal.confidence is not None:
+            state.confidence[slots, :width] = proposal.confidence
+        survival = self.survival(proposal, slots, state, calibration)
+        state.survival[slots, :width] = survival
+        return survival
+
+    def block_rows(self, slots: Tensor, width: int, noise_token: int, state: SlotState) -> RowBatch:
+        """[anchor, noise, ...] of every slot [G] at its cursor: G groups of ``width`` rows."""
+        place = torch.arange(width, device=slots.device)
+        row = torch.arange(slots.shape[0] * width, device=slots.device)
+        tokens = torch.where(place == 0, state.anchor[slots].unsqueeze(-1), noise_token)
+        first = row // width * width
+        return RowBatch(
+            tokens=tokens.flatten(),
+            positions=(state.cursor[slots].unsqueeze(-1) + place).flatten(),
+            slots=slots.unsqueeze(-1).expand(-1, width).contiguous().flatten(),  # of one slot: no view
+            first=first,
+            last=first + width - 1,
+            valid=torch.ones_like(row, dtype=torch.bool),
+            max_position=0,
+        )
 
     @abstractmethod
     def admit(self, decodes: Tensor, drafts: int, state: SlotState) -> Tensor:

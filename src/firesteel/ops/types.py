@@ -108,6 +108,50 @@ class Router:
 
 
 @dataclass(frozen=True)
+class DraftStage:
+    """Weights of one draft stage: mHC around window attention, then around experts.
+
+    ``span`` rows of the window are seen, ``eps`` belongs to the queries' norm,
+    ``limit`` to the experts; the others as in a target layer.
+    """
+
+    attn_hyper: Hyper
+    attn_norm: Norm
+    wq_a: Linear
+    q_norm: Norm
+    wq_b: Linear
+    wkv: Linear
+    kv_norm: Norm
+    sinks: Tensor
+    wo_a: tuple[Linear, ...]
+    wo_b: Linear
+    ffn_hyper: Hyper
+    ffn_norm: Norm
+    router: Router
+    experts: Experts
+    shared: tuple[tuple[Linear, Linear], ...]
+    heads: int
+    span: int
+    eps: float
+    limit: float
+    table: str
+
+
+@dataclass(frozen=True)
+class ContextWeights:
+    """What turns taps into the drafter's context rows.
+
+    ``project`` [D, taps*D] with its ``norm``; per stage its wkv [d, D] and the
+    norm of its K=V rows, which the rotary ``table`` turns.
+    """
+
+    project: Linear
+    norm: Norm
+    stages: tuple[tuple[Linear, Norm], ...]
+    table: str
+
+
+@dataclass(frozen=True)
 class MarkovHead:
     """The drafter's sequential head: w1 float32 [V, r], w2 [V, r], confidence [1, D+r] or None."""
 

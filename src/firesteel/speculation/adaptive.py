@@ -16,7 +16,8 @@ own signals, and the next plan decides on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,17 +25,26 @@ from numpy.typing import NDArray
 
 from firesteel.core import Budget
 from firesteel.speculation.book import SHRINK, Book
-from firesteel.speculation.budget import DraftPlan, StepCost, average_gains, best_of, choose_width, fixed
+from firesteel.speculation.budget import (
+    DraftPlan,
+    StepCost,
+    average_gains,
+    best_of,
+    best_of_few,
+    choose_width,
+    fixed,
+    width_of_one,
+)
 from firesteel.speculation.cost import CostModel
-from firesteel.speculation.survival import Calibrator, Coefficients, Samples
+from firesteel.speculation.lessons import LONE, Lessons
+from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, Drafting, Load, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
 
 Floats = NDArray[np.float64]
-BATCH = 8  # steps, and blocks at least, that are learned from at once
-EAGER = 4  # digests after which they come a step later each time, up to BATCH
-PERIOD = 8  # steps between plans while the load is the same
+PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 ALL_WIDTHS = 8  # K up to which every width is tried
+HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 TRIAL = 4  # requests that draft while nothing is known of the drafter
 
 
@@ -55,58 +65,73 @@ class Adaptive:
         cost: CostModel,
         calibrator: Calibrator,
         *,
-        probe_share: float = 0.004,
-        look_share: float = 0.004,
+        probe_share: float = 0.003,
+        look_share: float = 0.007,
         rejection: bool = False,
     ):
         self.gamma, self.cost, self.calibrator = gamma, cost, calibrator
         self.probe_share, self.look_share, self.rejection = probe_share, look_share, rejection
         self.watch = Watch(cost)
         self.book = Book(gamma, calibrator.coefficients, calibrator.trust > 1.0)
-        self.widths = draft_widths(gamma)
+        self.widths, self._probe_width = draft_widths(gamma), min(gamma, max(2, (gamma + 1) // 2))
         self.changed = True  # the coefficients are newer than the device's
         self.probes = 0
         self._plan: DraftPlan | None = None
-        self._age, self._planned_for = 0, -1
+        self._age, self._period, self._planned_for = 0, PERIOD, -1
+        self._planned_ids: list[int] = []  # where each counts
         self._credit, self._turn, self._here = 0.0, 0, 0.0
         self._probing: frozenset[int] = frozenset()
+        self._hope = HOPE_FIRST  # how much of ``look_share`` is spent
         self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
-        self._pending: dict[int, Proposed] = {}  # drafts whose fate is not known yet
-        self._blocks: list[Proposed] = []  # not yet in the book
-        self._fates: list[
-            tuple[Proposed, int, int]
-        ] = []  # a block, its drafts whose fate is known, accepted ones
-        self._waited, self._digests = 0, 0
-        self._gone: list[int] = []  # ended requests that the book still holds
+        self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
+        self._answer: tuple[object, Drafting, float] | None = (
+            None  # what was asked last, and until which credit
+        )
+        self._idle: tuple[list[int], int] = ([], 0)  # requests that did not draft, for how many steps
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
 
     # ---- questions ---------------------------------------------------------------
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
         """The best B over all drafts that exist."""
-        able = [c for c in candidates if c.ready]
-        if able and {c.request_id for c in able} <= self._probing:
-            return replace(fixed([c.ready for c in able], load.room), reason="probe: drafting did not pay")
-        known = (
-            tuple((c.request_id, c.ready) for c in candidates),
-            load.rows,
-            load.room,
-            load.context // 128,
-        )
+        if self._probing:
+            drafts = [c.ready for c in candidates if c.ready]
+            if drafts and all(c.request_id in self._probing for c in candidates if c.ready):
+                return replace(fixed(drafts, load.room), reason="probe: drafting did not pay")
+        known = (candidates, load.rows, load.room, load.context // 128)
         if self._decided is not None and self._decided[0] == known and not self.book.wishes:
             return self._decided[1]
+        able = [c for c in candidates if c.ready]
         budget = self._budget(candidates, able, load)
         self._decided = (known, budget)
         return budget
 
     def _budget(self, candidates: Sequence[Candidate], able: list[Candidate], load: Load) -> Budget:
-        weights = self.book.weights(candidates)
-        gains = self._gains_of(candidates, able, weights)
         rate, extra = (None, 0.0) if self._plan is None else (self._plan.rate, 0.0)
         if rate is None:
             extra = self.cost.draft_ms(len(able), max((c.ready for c in able), default=0))
-        value = float(weights.sum()) if len(weights) else load.sampling
-        return best_of(gains, load.rows, value, self._prices(load), extra, load.room, rate)
+        if len(able) <= 1:
+            value = self._value(candidates)
+            few = self._gains_of_one(able[0]) if able else []
+            return best_of_few(few, load.rows, value, self._row_price(load), extra, load.room, rate)
+        weights = self.book.weights(candidates)
+        gains = self._gains_of(candidates, able, weights)
+        return best_of(gains, load.rows, float(weights.sum()), self._prices(load), extra, load.room, rate)
+
+    def _value(self, candidates: Sequence[Candidate]) -> float:
+        """What the tokens count that these requests get without drafts."""
+        if self.book.wishes:
+            return float(self.book.weights(candidates).sum())
+        return sum(c.weight for c in candidates)
+
+    def _gains_of_one(self, c: Candidate) -> list[float]:
+        """Expected gains of the drafts of the only request that has any; survival falls with depth."""
+        weight = c.weight if not self.book.wishes else float(self.book.weights([c])[0])
+        gains = self.book.expected(c._replace(cap=c.ready))
+        return gains if weight == 1.0 else [weight * g for g in gains]
+
+    def _row_price(self, load: Load) -> Callable[[int], float]:
+        return lambda rows: self.cost.row_ms(rows, load.context)
 
     def _gains_of(self, candidates: Sequence[Candidate], able: list[Candidate], weights: Floats) -> Floats:
         """[n] expected gains of the drafts that exist, best first; as before while nothing was learned."""
@@ -128,32 +153,56 @@ class Adaptive:
     def drafting(self, candidates: Sequence[Candidate], load: Load) -> Drafting:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
+        self._age += 1
+        if self._answer is not None and self._age < self._period:
+            asked, answer, price = self._answer
+            if asked == (candidates, self._plan) and self._credit < price and not self.book.wishes:
+                self._earn()
+                return answer
+        self._answer = None
         able = [c for c in candidates if c.cap > 0]
         if not able:
             return Drafting(frozenset(), 0, "no request wants drafts")
         self.book.ask(able)
-        self._age += 1
-        drift = abs(len(able) - self._planned_for) > self._planned_for // 8
-        if self._plan is None or self._age >= PERIOD or drift:
-            self._plan, self._decided = self._search(candidates, able, load), None
-            self._here = self.cost.row_ms(load.rows, load.context)
-            self._age, self._planned_for = 0, len(able)
+        if self.book.blank:
+            return self._first_look(able)
+        if self._plan is None or self._age >= self._period or self._drifted(able):
+            self._replan(candidates, able, load)
+        self._earn()
         plan = self._plan
-        self._credit += self.probe_share * self._here
-        self._looks += self.look_share * self._here
+        assert plan is not None, "just made"
         if not plan.pays:
             look = self._look(able)
             if look is not None:
                 return look
-            self.book.fade([c.request_id for c in able])
+            self._rest([c.request_id for c in able])
             return self._probe(able, load)
+        answer = self._draft(able, plan)
+        if len(answer.request_ids) == len(able):
+            price = math.inf if answer.width == self.gamma else self._price_of_depth(len(able), answer.width)
+            self._answer = ((candidates, plan), answer, price) if price > 0 else None
+        return answer
+
+    def _drifted(self, able: list[Candidate]) -> bool:
+        """Whether the plan was made for others: so few requests that each counts, or another number of them."""
+        if len(able) <= LONE:
+            return [c.request_id for c in able] != self._planned_ids
+        return abs(len(able) - self._planned_for) > self._planned_for // 8
+
+    def _earn(self) -> None:
+        """Each step earns its share for probes and looks."""
+        self._credit += self.probe_share * self._here
+        self._looks += self.look_share * self._hope * self._here
+
+    def _draft(self, able: list[Candidate], plan: DraftPlan) -> Drafting:
+        """Who drafts by a plan that pays, and how wide."""
         most = plan.requests if plan.requests < self._planned_for else len(able)
         most = min(most, TRIAL) if self.book.unproven else most
         chosen = self._best(able)[:most] if most < len(able) else able
         ids = frozenset(c.request_id for c in chosen)
         width, why = plan.width, "drafting pays"
         if len(ids) < len(able):
-            self.book.fade([c.request_id for c in able if c.request_id not in ids])
+            self._rest([c.request_id for c in able if c.request_id not in ids])
             why = (
                 "trying an unknown drafter"
                 if self.book.unproven
@@ -172,42 +221,81 @@ class Adaptive:
         usual = self.book.usual(able).sum(1) * self.book.weights(able)
         return [able[i] for i in sorted(range(len(able)), key=lambda i: (-usual[i], able[i].request_id))]
 
+    def _rest(self, request_ids: list[int]) -> None:
+        """They do not draft in this step; the book hears of it before it is asked for a plan."""
+        ids, steps = self._idle
+        if ids != request_ids:
+            self._tell_rest()
+            ids, steps = request_ids, 0
+        self._idle = (ids, steps + 1)
+
+    def _tell_rest(self) -> None:
+        ids, steps = self._idle
+        if steps:
+            self.book.fade([i for i in ids if self.book.has(i)], steps)
+        self._idle = ([], 0)
+
+    def _replan(self, candidates: Sequence[Candidate], able: Sequence[Candidate], load: Load) -> None:
+        """A new plan; while plans agree they are made less often."""
+        self._tell_rest()
+        old, drift = self._plan, len(able) != self._planned_for
+        plan = self._search(candidates, able, load)
+        same = old is not None and (plan.width, plan.requests) == (old.width, old.requests) and not drift
+        if plan.pays:
+            self._hope = 1.0
+        self._period = min(2 * self._period, PERIODS) if same else PERIOD
+        self._plan, self._decided = plan, None
+        self._here = self.cost.row_ms(load.rows, load.context)
+        self._age, self._planned_for = 0, len(able)
+        self._planned_ids = [c.request_id for c in able] if len(able) <= LONE else []
+
     def _search(self, candidates: Sequence[Candidate], able: Sequence[Candidate], load: Load) -> DraftPlan:
         """Plan of a step that runs anchors and drafts only: prompts are paid for whatever is decided."""
+        base, value = len(candidates), self._value(candidates)
+        room = load.room + len(able) * self.gamma
+        if len(able) == 1:
+            gains = self._gains_of_one(able[0]._replace(ready=able[0].cap))
+            most = min(self.widths[-1], len(gains), room)
+            prices = [self.cost.row_ms(base + b, load.context) for b in range(most + 1)]
+            return width_of_one(gains, True, value, prices, self.cost.draft_ms, self.widths)
         cases = self.book.scenarios(able) * self.book.weights(able)[:, None]
         usual = cases.mean(0).sum(1)
         order = sorted(range(len(able)), key=lambda i: (-usual[i], able[i].request_id))
         return choose_width(
-            cases[:, order],
-            len(candidates),
-            float(self.book.weights(candidates).sum()),
-            self._prices(load),
-            self.cost.draft_ms,
-            self.widths,
-            load.room + len(able) * self.gamma,
+            cases[:, order], base, value, self._prices(load), self.cost.draft_ms, self.widths, room
         )
+
+    def _first_look(self, able: list[Candidate]) -> Drafting:
+        """Nothing has been seen, but the calibration can tell by signals: one pass shows what to think."""
+        if self._looking and self._age < PERIOD:  # who ends before a look is committed shows nothing
+            return Drafting(frozenset(), 0, "waiting for a first look")
+        self._age, self._looking = 0, frozenset(c.request_id for c in able[:TRIAL])
+        return Drafting(self._looking, self.gamma, "a first look")
 
     def _look(self, able: list[Candidate]) -> Drafting | None:
         """A new request drafts once where drafting does not pay: its own signals tell whether it is an exception.
 
-        Only where requests have been found to differ, within ``look_share`` of the step time.
+        Only where requests have been found to differ, within ``look_share`` of the step time,
+        and the less often the more looks have found nothing.
         """
-        if self.book.shrink >= SHRINK or self._looks < self.cost.draft_ms(1, self.gamma):
+        width = self._probe_width
+        if self.book.shrink >= SHRINK or self._looks < self.cost.draft_ms(1, width):
             return None
         new = [c.request_id for c in able if c.request_id not in self._looked]
         count = len(new)
-        while count and self.cost.draft_ms(count, self.gamma) > self._looks:
+        while count and self.cost.draft_ms(count, width) > self._looks:
             count //= 2
         if not count:
             return None
-        self._looks -= self.cost.draft_ms(count, self.gamma)
+        self._looks -= self.cost.draft_ms(count, width)
         self._looking = frozenset(new[:count])
         self._looked |= self._looking
-        return Drafting(self._looking, self.gamma, "looking at a new request")
+        self._hope = max(self._hope * HOPE, LEAST_HOPE)
+        return Drafting(self._looking, width, "looking at a new request")
 
     def _probe(self, able: list[Candidate], load: Load) -> Drafting:
         """One request drafts and verifies, as often as its price stays within ``probe_share`` of the step time."""
-        width = min(self.gamma, max(2, (self.gamma + 1) // 2))
+        width = self._probe_width
         if self._credit < self.cost.draft_ms(1, width):
             return Drafting(frozenset(), 0, "drafting does not pay")
         here, more = (self.cost.row_ms(load.rows + n, load.context) for n in (0, width))
@@ -223,12 +311,16 @@ class Adaptive:
         """All K drafts now and then: what deeper ones are worth is known only if they are made."""
         if width >= self.gamma:
             return width, why
-        price = self.cost.draft_ms(requests, self.gamma) - self.cost.draft_ms(requests, width)
+        price = self._price_of_depth(requests, width)
         if self._credit < max(price, 0.0) or self._credit <= 0:
             return width, why
         self._credit -= max(price, 1.0 * self._credit)
         self.probes += 1
         return self.gamma, "probe: deeper drafts"
+
+    def _price_of_depth(self, requests: int, width: int) -> float:
+        """What all K drafts cost more than ``width`` of them."""
+        return self.cost.draft_ms(requests, self.gamma) - self.cost.draft_ms(requests, width)
 
     def predict(self, rows: int, context: float, drafting: Drafting) -> float:
         """The price of the step and of its drafting pass."""
@@ -241,77 +333,31 @@ class Adaptive:
 
     # ---- learning -------------------------------------------------------------------
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
-        """Outcomes first: they belong to the drafts of the pass before."""
-        for v in verified:
-            p = self._pending.pop(v.request_id, None)
-            if p is not None and v.verified and not v.ended:
-                last = min(v.accepted + 1, v.verified, len(p.margin))
-                self._fates.append((p, last, min(v.accepted, last)))
-        for p in proposed:
-            self._pending[p.request_id] = p
-        self._blocks.extend(proposed)
-        if self.book.wishes and verified:
-            ids, tokens = [v.request_id for v in verified], np.array([v.accepted + 1 for v in verified])
-            self.book.clock(ids, tokens, timing.measured_ms)
-        self.cost.observe(timing.rows, timing.predicted_ms, timing.measured_ms)
-        self.watch.price(timing.predicted_ms, timing.measured_ms)
-        self._waited += 1
+        """Steps wait until what they tell is worth the time."""
+        ripe = self.lessons.hear((proposed, verified, timing))
         if self._looking and any(p.request_id in self._looking for p in proposed):
             self._looking, self._plan = frozenset(), None
+            self._digest(whole=True)
+        elif ripe:
             self._digest()
-            return
-        # what is new says much at first and little later
-        due = min(1 + self._digests // EAGER, BATCH) if len(self._blocks) >= BATCH else BATCH
-        if self._waited >= due or self.book.unproven:
-            self._digest()
+        elif self.calibrator.due:
+            self._taught(self.lessons.refit())
 
-    def _digest(self) -> None:
-        """Learn from what has gathered: few requests do not pay for arrays in every step."""
-        self._waited, self._decided = 0, None
-        self._digests += bool(self._blocks)
-        if self._fates:
-            samples = _outcomes(self._fates)
-            self._fates.clear()
-            self.watch.outcomes(samples)
-            self.book.judge(samples.depth, samples.accepted)
-            if self.calibrator.add(samples):
-                self.changed, self._plan = True, None
-                self.book.reprice(self.calibrator.coefficients)
-        if self._blocks:
-            self.book.take(self._blocks)
-            self.watch.signals(self._blocks)
-            self._blocks.clear()
-        for request_id in self._gone:
-            self.book.forget(request_id)
-        self._gone.clear()
+    def _digest(self, whole: bool = False) -> None:
+        """Learn from the steps that wait."""
+        self._decided = None
+        if self.lessons.young:
+            self._plan = None
+        self._taught(self.lessons.digest(whole))
+
+    def _taught(self, changed: bool) -> None:
+        if changed:
+            self.changed, self._plan, self._decided = True, None, None
 
     def forget(self, request_id: int) -> None:
-        """A request has ended; the book forgets it when it has its last blocks."""
-        self._pending.pop(request_id, None)
+        """A request has ended."""
         self._looked.discard(request_id)
-        self._gone.append(request_id)
-
-
-def _outcomes(fates: Sequence[tuple[Proposed, int, int]]) -> Samples:
-    """Blocks' drafts as columns."""
-    head: list[float] = []
-    margin: list[float] = []
-    depth: list[int] = []
-    kind: list[int] = []
-    accepted: list[float] = []
-    for p, last, hits in fates:
-        head.extend(p.head[:last] or [0.0] * last)
-        margin.extend(p.margin[:last])
-        depth.extend(range(last))
-        kind.extend([p.kind] * last)
-        accepted.extend([1.0] * hits + [0.0] * (last - hits))
-    return Samples(
-        np.array(head, dtype=np.float64),
-        np.array(margin, dtype=np.float64),
-        np.array(depth, dtype=np.int64),
-        np.array(kind, dtype=np.int64),
-        np.array(accepted, dtype=np.float64),
-    )
+        self.lessons.forget(request_id)
 
 
 def draft_widths(gamma: int) -> tuple[int, ...]:

@@ -8,15 +8,16 @@ requests: at 256 of them a Python loop would cost more than a step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from firesteel.speculation.survival import CLASSES, Coefficients
-from firesteel.speculation.terms import Candidate, Proposed
+from firesteel.speculation.survival import CLASSES, Coefficients, logistic, margin_feature
+from firesteel.speculation.terms import Candidate
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,11 +29,17 @@ COMPARE = 16  # drafting passes between looks at how much requests differ
 LIVES = 64  # ended requests that tell how much requests differ
 GUESS = 8.0  # blocks that the guess about an unknown drafter stands for
 FILED = 64.0  # the same if a calibration file says what is usual
+JUDGED = 1.0  # the same if a calibration file does not say, but can tell by each draft's signals
+APART = 6.0  # SHRINK with a calibration file: a block tells more
 MEMORY = 1024  # first drafts that the guess remembers
 FIRST, SAMPLE = 4, 8  # of a request the pool takes the first blocks, then every eighth: requests count alike
+DOUBT, DOUBT_ALL = 8.0, 16.0  # accepted drafts at which outcomes weigh what predictions do: a request's, all
+RECENT, RECENT_ALL = 32.0, 256.0  # accepted drafts that are remembered, likewise
+SURE, LEAST_TRUTH = 0.95, 0.05  # outcomes that good are no reason for doubt; doubt goes as far as that
 SCENARIOS = 256  # requests times scenarios of one decision
 UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is known
 FADE = 0.96  # per step
+FEW_ROWS = 16  # blocks that are quicker counted one by one
 FEW = 2.0  # how many blocks a depth's neighbour stands for
 
 
@@ -41,12 +48,13 @@ class Book:
 
     # one line per request
     _head: Floats  # [N, CASES, K] signals of its newest blocks, a ring
-    _margin: Floats
+    _feature: Floats  # the margin's, see survival.py
     _survival: Floats
     _width: Ints  # [N, CASES] depths that a block reaches
     _seen: Ints  # [N] blocks so far
     _trust: Floats  # [N] blocks, fading while none are made
     _kind: Ints
+    _truth: Floats  # [N, 2] fading sums: accepted drafts, and how many were predicted
     _speed: Floats  # [N, 2] fading sums: tokens, milliseconds
     _boost: Floats  # weight that a wish for speed adds
     _floor: Floats  # tokens per second it asks for
@@ -57,29 +65,40 @@ class Book:
         self.depths, self.coefficients, self._proven = depths, coefficients, proven
         self._row: dict[int, int] = {}
         self._free: list[int] = []
+        self._all_truth = [0.0, 0.0]
         self._size = 0
         self._alloc(16)
         shape = (CLASSES, POOL, depths)
-        self._pool_head, self._pool_margin = np.zeros(shape), np.zeros(shape)
+        self._pool_head, self._pool_feature = np.zeros(shape), np.zeros(shape)
         self._pool_survival = np.zeros(shape)
+        self._depth = np.arange(depths)
         self._pool_width = np.zeros((CLASSES, POOL), dtype=np.int64)
         self._pool_count = [0] * CLASSES
-        self._worth, self._worth_count = np.zeros((CLASSES, depths)), np.zeros((CLASSES, depths))
-        self.shrink = SHRINK
+        self._worth = [[0.0] * depths for _ in range(CLASSES)]  # of a draft whose forerunners were accepted
+        self._worth_count = [[0.0] * depths for _ in range(CLASSES)]
+        self._shrink = APART if proven else SHRINK
+        self.shrink = self._shrink
         self.version = 0  # of everything that ``scenarios`` depends on
         self._scenes: tuple[object, Floats] | None = None  # the last ones and what they were made of
+        self._single: tuple[object, list[float]] | None = None  # likewise
         self.wishes = False  # whether any request ever had one
         self._lives: deque[tuple[float, float, int]] = deque(maxlen=LIVES)
         self._takes = 0
-        self._prior = FILED if usual else GUESS
+        self._prior = FILED if usual else JUDGED if proven else GUESS
         self._start = _guess(usual, depths)
-        self._guess, self._fates = self._start, np.zeros((2, depths))  # accepted, tried
+        self._tried, self._hits = [0.0] * depths, [0.0] * depths
+        self._set_guess(self._start)
         self._usual = self._fill()
 
     @property
     def unproven(self) -> bool:
         """Whether next to nothing is known of the drafter."""
         return not self._proven and sum(self._pool_count) < self._prior == GUESS
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing was seen of drafts whose signals the calibration can judge."""
+        return self._prior == JUDGED and not any(self._pool_count)
 
     def _alloc(self, size: int) -> None:
         def grown(name: str, fresh: NDArray[Any]) -> None:
@@ -89,12 +108,13 @@ class Book:
             setattr(self, name, fresh)
 
         k = self.depths
-        for name in ("_head", "_margin", "_survival"):
+        for name in ("_head", "_feature", "_survival"):
             grown(name, np.zeros((size, CASES, k)))
         grown("_width", np.zeros((size, CASES), dtype=np.int64))
         grown("_seen", np.zeros(size, dtype=np.int64))
         grown("_trust", np.zeros(size))
         grown("_kind", np.ones(size, dtype=np.int64))
+        grown("_truth", np.zeros((size, 2)))
         grown("_speed", np.zeros((size, 2)))
         grown("_boost", np.ones(size))
         grown("_floor", np.zeros(size))
@@ -110,12 +130,17 @@ class Book:
             out[i] = self._open(rid) if row is None else row
         return out
 
+    def has(self, request_id: int) -> bool:
+        """Whether it is known."""
+        return request_id in self._row
+
     def _open(self, request_id: int) -> int:
         if not self._free:
             self._alloc(2 * self._size)
         row = self._free.pop()
         self._row[request_id] = row
         self._seen[row], self._kind[row], self._trust[row] = 0, 1, 0.0
+        self._truth[row] = 0.0
         self._speed[row], self._boost[row], self._floor[row] = 0.0, 1.0, 0.0
         return row
 
@@ -149,82 +174,87 @@ class Book:
         between = float(mean.var(ddof=1)) - within * float((1.0 / n).mean())
         found = np.clip(within / max(between, within / 64.0, 1e-9), 1.0, 64.0)
         share = len(n) / (len(n) + 8.0)
-        self.shrink = float(SHRINK ** (1 - share) * found**share)
+        self.shrink = float(self._shrink ** (1 - share) * found**share)
 
     # ---- blocks ----------------------------------------------------------------------
-    def take(self, proposed: Sequence[Proposed]) -> None:
-        """New blocks, oldest first."""
+    def take(self, request_ids: Sequence[int], kind: Ints, width: Ints, head: Floats, margin: Floats) -> None:
+        """New blocks, oldest first: kind and width [n], head and margin [n, K] of which a block reaches ``width``."""
         self.version += 1
-        by_width: dict[int, list[Proposed]] = {}
-        for p in proposed:
-            by_width.setdefault(len(p.margin), []).append(p)
-        for width, same in by_width.items():
-            if width:
-                self._take(same, width)
-
-    def _take(self, proposed: list[Proposed], width: int) -> None:
-        rows = self.rows([p.request_id for p in proposed])
-        kind = np.array([p.kind for p in proposed], dtype=np.int64)
-        margin = np.array([p.margin for p in proposed], dtype=np.float64)
-        head = np.zeros_like(margin)
-        if proposed[0].head:
-            head = np.array([p.head for p in proposed], dtype=np.float64)
-        conditional = self._conditional(head, margin, kind)
-        for k in range(CLASSES):
-            mine = kind == k
-            if mine.any():
-                self._weigh(k, conditional[mine])
+        rows, feature = self.rows(request_ids), margin_feature(margin)
+        if not math.isfinite(float(head.sum())):
+            head = np.nan_to_num(head)
+        low, high = int(kind.min()), int(kind.max())
+        p = self._conditional(head, feature, low if low == high else kind)
+        known = self._depth < width[:, None]
+        classes = range(low, high + 1)
+        for k in classes:
+            self._weigh(k, *((p, known) if low == high else (p[kind == k], known[kind == k])))
         self._usual = self._fill()
-        survival = self._product(conditional, kind)
-        number = np.empty_like(rows)  # which block of its request each one is
-        for i, row in enumerate(rows.tolist()):
-            number[i] = self._seen[row]
-            self._seen[row] += 1
-            self._trust[row] += 1.0
+        survival = np.asarray(np.cumprod(np.where(known, p, self._usual[kind]), axis=1), np.float64)
+        number = self._number(rows)
         at = number % CASES
-        self._head[rows, at, :width], self._margin[rows, at, :width] = head, margin
+        self._head[rows, at], self._feature[rows, at] = head, feature
         self._survival[rows, at], self._width[rows, at] = survival, width
         self._kind[rows] = kind
         self._takes += 1
         if self._takes % COMPARE == 0:
             self._compare()
         fresh = (number < FIRST) | (number % SAMPLE == 0)
-        if fresh.any():
-            self._pool(kind[fresh], head[fresh], margin[fresh], survival[fresh], width)
+        for k in classes:
+            mine = np.flatnonzero(fresh if low == high else fresh & (kind == k))[:POOL]
+            if len(mine):
+                self._pool(k, head[mine], feature[mine], survival[mine], width[mine])
 
-    def _pool(self, kind: Ints, head: Floats, margin: Floats, survival: Floats, width: int) -> None:
-        for k in range(CLASSES):
-            mine = np.flatnonzero(kind == k)[:POOL]
-            at = (self._pool_count[k] + np.arange(len(mine))) % POOL
-            self._pool_head[k, at, :width], self._pool_margin[k, at, :width] = head[mine], margin[mine]
-            self._pool_survival[k, at], self._pool_width[k, at] = survival[mine], width
-            self._pool_count[k] += len(mine)
-
-    def _conditional(self, head: Floats, margin: Floats, kind: Ints) -> Floats:
-        """[n, w] conditional probabilities under the present coefficients."""
-        depth = np.broadcast_to(np.arange(margin.shape[-1]), margin.shape)
-        kinds = np.broadcast_to(kind.reshape(-1, *[1] * (margin.ndim - 1)), margin.shape)
-        return self.coefficients.probability(head, margin, depth, kinds)
-
-    def _product(self, conditional: Floats, kind: Ints) -> Floats:
-        """[n, K] survivals; behind the block's width each depth is worth what it usually is."""
-        full = self._usual[kind].copy()
-        full[:, : conditional.shape[1]] = conditional
-        out: Floats = np.asarray(np.cumprod(full, axis=1), dtype=np.float64)
+    def _number(self, rows: Ints) -> Ints:
+        """Which block of its request each one is; counts them."""
+        if len(rows) <= FEW_ROWS:
+            numbers = []
+            for row in rows.tolist():
+                numbers.append(int(self._seen[row]))
+                self._seen[row] += 1
+                self._trust[row] += 1.0
+            return np.array(numbers, dtype=np.int64)
+        order = np.argsort(rows, kind="stable")
+        same = rows[order]
+        first = np.flatnonzero(np.concatenate(([True], same[1:] != same[:-1])))
+        count = np.diff(np.append(first, len(rows)))
+        behind = np.empty_like(rows)
+        behind[order] = np.arange(len(rows)) - np.repeat(first, count)
+        out: Ints = self._seen[rows] + behind
+        self._seen[same[first]] += count
+        self._trust[same[first]] += count
         return out
 
-    def _weigh(self, kind: int, conditional: Floats) -> None:
+    def _pool(self, k: int, head: Floats, feature: Floats, survival: Floats, width: Ints) -> None:
+        at = (self._pool_count[k] + np.arange(len(width))) % POOL
+        self._pool_head[k, at], self._pool_feature[k, at] = head, feature
+        self._pool_survival[k, at], self._pool_width[k, at] = survival, width
+        self._pool_count[k] += len(width)
+
+    def _conditional(self, head: Floats, feature: Floats, kind: Ints | int) -> Floats:
+        """[..., K] conditional probabilities under the present coefficients; ``kind`` of the leading shape."""
+        c = self.coefficients
+        slope = c.margin[kind] if isinstance(kind, int) else c.margin[kind][..., None]
+        logit = c.depth[kind] + slope * feature
+        if c.uses_head:
+            logit += (c.head[kind] if isinstance(kind, int) else c.head[kind][..., None]) * head
+        return logistic(logit)
+
+    def _weigh(self, kind: int, p: Floats, known: NDArray[np.bool_]) -> None:
         """Fading mean of what drafts at each depth are worth."""
-        n, width = conditional.shape
-        count = self._worth_count[kind, :width]
-        rate = np.maximum(n / (count + n), min(n / POOL, 1.0))
-        self._worth[kind, :width] += rate * (conditional.mean(0) - self._worth[kind, :width])
-        count += n
+        count, worth = self._worth_count[kind], self._worth[kind]
+        reach, sums = known.sum(0).tolist(), np.where(known, p, 0.0).sum(0).tolist()
+        for j, n in enumerate(reach):
+            if n == 0:
+                break  # no block reaches deeper
+            rate = max(n / (count[j] + n), min(n / POOL, 1.0))
+            worth[j] += rate * (sums[j] / n - worth[j])
+            count[j] += n
 
     def _fill(self) -> Floats:
         """[classes, K] usual conditional probability; an unknown depth is worth what the one before it is."""
-        guess, out = self._guess.tolist(), []
-        for worth, count in zip(self._worth.tolist(), self._worth_count.tolist(), strict=True):
+        guess, out = self._guess, []
+        for worth, count in zip(self._worth, self._worth_count, strict=True):
             before, line = guess[0], []
             for j in range(self.depths):
                 before *= guess[j] / guess[max(j - 1, 0)]
@@ -234,45 +264,71 @@ class Book:
         return np.array(out)
 
     def reprice(self, coefficients: Coefficients) -> None:
-        """New coefficients: every block is priced again."""
+        """New coefficients: every block is priced again, and outcomes have judged others."""
         self.coefficients = coefficients
+        self._truth *= 0.5
+        self._all_truth = [0.5 * v for v in self._all_truth]
         self.version += 1
-        depth = np.arange(self.depths)
+        priced = []
         for k in range(CLASSES):
             n = min(self._pool_count[k], POOL)
-            known = depth < self._pool_width[k, :n, None]
-            p = self._conditional(self._pool_head[k, :n], self._pool_margin[k, :n], np.full(n, k))
-            reach = known.sum(0)
-            mean = np.where(known, p, 0.0).sum(0) / np.maximum(reach, 1)
-            self._worth[k] = np.where(reach > 0, mean, self._worth[k])
+            known = self._depth < self._pool_width[k, :n, None]
+            p = self._conditional(self._pool_head[k, :n], self._pool_feature[k, :n], k)
+            priced.append((n, known, p))
+            reach, sums = known.sum(0).tolist(), np.where(known, p, 0.0).sum(0).tolist()
+            self._worth[k] = [
+                v / c if c else old for v, c, old in zip(sums, reach, self._worth[k], strict=True)
+            ]
         self._usual = self._fill()
-        for k in range(CLASSES):
-            n = min(self._pool_count[k], POOL)
-            known = depth < self._pool_width[k, :n, None]
-            p = self._conditional(self._pool_head[k, :n], self._pool_margin[k, :n], np.full(n, k))
+        for k, (n, known, p) in enumerate(priced):
             self._pool_survival[k, :n] = np.cumprod(np.where(known, p, self._usual[k]), axis=1)
         rows = np.array(sorted(self._row.values()), dtype=np.int64)
-        known = depth < self._width[rows, :, None]
-        p = self._conditional(self._head[rows], self._margin[rows], self._kind[rows])
-        usual = self._usual[self._kind[rows]][:, None, :]
-        self._survival[rows] = np.cumprod(np.where(known, p, usual), axis=2)
+        rows = rows[self._seen[rows] > 0]
+        known = self._depth < self._width[rows, :, None]
+        kind = np.broadcast_to(self._kind[rows, None], known.shape[:2])
+        p = self._conditional(self._head[rows], self._feature[rows], kind)
+        self._survival[rows] = np.cumprod(np.where(known, p, self._usual[kind]), axis=2)
 
     # ---- outcomes ---------------------------------------------------------------------
-    def judge(self, depth: Ints, accepted: Floats) -> None:
-        """The guess about requests of which nothing is known follows what became of drafts."""
+    def settle(self, outcomes: Mapping[int, tuple[float, float]]) -> None:
+        """(accepted, predicted) drafts by request: a calibration may be wrong on the traffic of today."""
         self.version += 1
-        self._fates[0] += np.bincount(depth, accepted, minlength=self.depths)[: self.depths]
-        self._fates[1] += np.bincount(depth, minlength=self.depths)[: self.depths]
-        if self._fates[1, 0] > MEMORY:
-            self._fates *= 0.5
-        hits, tries = self._fates.tolist()
-        start, out = self._start.tolist(), []
-        before = start[0]
-        for j in range(self.depths):
-            before *= start[j] / start[max(j - 1, 0)]
-            before = (self._prior * before + hits[j]) / (self._prior + tries[j])
+        for request_id, pair in outcomes.items():
+            if request_id in self._row:
+                line = self._truth[self._row[request_id]]
+                line += pair
+                if line[1] > RECENT:
+                    line *= 0.5
+            self._all_truth = [a + b for a, b in zip(self._all_truth, pair, strict=True)]
+        if self._all_truth[1] > RECENT_ALL:
+            self._all_truth = [0.5 * v for v in self._all_truth]
+
+    def _factor(self, rows: Ints) -> Floats:
+        """[n] what drafts of these requests are worth over what their signals say; 1 without outcomes."""
+        got, predicted = self._all_truth
+        everybody = (got + DOUBT_ALL) / (predicted + DOUBT_ALL)
+        truth = self._truth[rows]
+        found = (truth[:, 0] + DOUBT * everybody) / (truth[:, 1] + DOUBT)
+        out: Floats = (found / SURE).clip(LEAST_TRUTH, 1.0)
+        return out
+
+    def judge(self, tried: Sequence[float], hits: Sequence[float]) -> None:
+        """The guess about requests of which nothing is known follows what became of drafts, counted by depth."""
+        self.version += 1
+        self._tried = [a + b for a, b in zip(self._tried, tried, strict=True)]
+        self._hits = [a + b for a, b in zip(self._hits, hits, strict=True)]
+        if self._tried[0] > MEMORY:
+            self._tried, self._hits = ([0.5 * v for v in line] for line in (self._tried, self._hits))
+        out: list[float] = []
+        before = self._start[0]
+        for j, (start, n, good) in enumerate(zip(self._start, self._tried, self._hits, strict=True)):
+            before *= start / self._start[max(j - 1, 0)]
+            before = (self._prior * before + good) / (self._prior + n)
             out.append(before)
-        self._guess = np.array(out)
+        self._set_guess(out)
+
+    def _set_guess(self, guess: list[float]) -> None:
+        self._guess, self._guessed = guess, np.cumprod(guess)
 
     # ---- what may come -------------------------------------------------------------------
     def usual(self, candidates: Sequence[Candidate]) -> Floats:
@@ -303,18 +359,38 @@ class Book:
         mine = self._survival[rows, (case + 5 * column) % np.clip(self._seen[rows], 1, CASES)]
         have = np.array([min(n, POOL) for n in self._pool_count])[kind]
         other = self._pool_survival[kind, (case * 37 + 11 * column) % np.maximum(have, 1)]
+        factor = self._factor(rows)[:, None]
+        mine, other = np.minimum(mine * factor, 1.0), np.minimum(other * factor, 1.0)
         # a second stratification, out of step with the first
         pooled = ((case * 13) % s + 0.5) / s < have / (have + self._prior)
-        other = np.where(pooled[..., None], other, np.cumprod(self._guess))
+        other = np.where(pooled[..., None], other, self._guessed)
         cap = np.array([c.cap for c in candidates])
         out: Floats = np.where(own[..., None], mine, other)
-        return np.where(np.arange(self.depths) < cap[:, None], out, 0.0)
+        return np.where(self._depth < cap[:, None], out, 0.0)
 
-    def fade(self, request_ids: Sequence[int]) -> None:
-        """What is known of requests that do not draft grows old."""
+    def expected(self, c: Candidate) -> list[float]:
+        """[cap] mean survival that one request's next block may have: what ``scenarios`` are drawn from."""
+        key = (self.version, c.request_id, c.kind)
+        if self._single is None or self._single[0] != key:
+            at, have = self.rows([c.request_id]), min(self._pool_count[c.kind], POOL)
+            row, factor = int(at[0]), float(self._factor(at)[0])
+            out, n = self._guessed, int(min(self._seen[row], CASES))
+            if have:
+                pool = np.minimum(self._pool_survival[c.kind, :have].mean(0) * factor, 1.0)
+                out = out + have / (have + self._prior) * (pool - out)
+            if n:
+                trust = min(float(self._trust[row]), CASES)
+                mine = np.minimum(self._survival[row, :n].mean(0) * factor, 1.0)
+                out = out + trust / (trust + self.shrink) * (mine - out)
+            self._single = (key, out.tolist())
+        return self._single[1][: c.cap]
+
+    def fade(self, request_ids: Sequence[int], steps: int = 1) -> None:
+        """What is known of requests that have not drafted for ``steps`` grows old."""
         self.version += 1
         rows = self.rows(request_ids)
-        self._trust[rows] *= FADE
+        self._trust[rows] *= FADE**steps
+        self._truth[rows] *= FADE**steps
 
     # ---- wishes for speed ------------------------------------------------------------------
     def ask(self, candidates: Sequence[Candidate]) -> None:
@@ -347,8 +423,7 @@ class Book:
         return own * self._boost[rows]
 
 
-def _guess(usual: Sequence[float], depths: int) -> Floats:
+def _guess(usual: Sequence[float], depths: int) -> list[float]:
     """[K] conditional probabilities to start from: a file's, or one for all depths."""
-    known = np.array(usual or (UNKNOWN,), dtype=np.float64).clip(1e-3, 1.0)
-    out: Floats = known[np.minimum(np.arange(depths), len(known) - 1)]
-    return out
+    known = [min(max(float(v), 1e-3), 1.0) for v in (usual or (UNKNOWN,))]
+    return [known[min(j, len(known) - 1)] for j in range(depths)]

@@ -92,6 +92,28 @@ def best_of(
     return Budget(best, float(value[best]), float(ms[best]), _why(best, most, len(gains)))
 
 
+def best_of_few(
+    gains: Sequence[float],
+    base_rows: int,
+    base_value: float,
+    row_ms: Callable[[int], float],
+    extra_ms: float,
+    room: int,
+    going_rate: float | None = None,
+) -> Budget:
+    """``best_of`` for a handful of gains, which arrays would cost more than they save; prices row by row."""
+    most = min(len(gains), max(room, 0))
+    best, top, value = 0, 0.0, base_value
+    tokens, price = base_value, 0.0
+    for b in range(most + 1):
+        ms = row_ms(base_rows + b) + extra_ms
+        value += gains[b - 1] if b else 0.0
+        score = value / max(ms, 1e-6) if going_rate is None else value - going_rate * ms
+        if b == 0 or score > top:
+            best, top, tokens, price = b, score, value, ms
+    return Budget(best, tokens, price, _why(best, most, len(gains)))
+
+
 def average_gains(survivals: Floats) -> Floats:
     """[n] gains, best first, of [n] or, averaged by rank, of [s, n] equally likely cases; NaN counts as 0."""
     cases = np.atleast_2d(np.fmax(survivals, 0.0))  # fmax(NaN, 0) is 0
@@ -150,9 +172,9 @@ def choose_width(
     cases = np.fmax(profiles if profiles.ndim == 3 else profiles[None], 0.0)
     s, requests, depths = cases.shape
     if requests == 1 and bool((cases[..., 1:] <= cases[..., :-1]).all()):
-        return _width_of_one(
-            cases[:, 0].mean(0).tolist(), base_rows, base_value, step_ms, draft_ms, widths, room
-        )
+        prices = step_ms(np.arange(base_rows, base_rows + min(max(widths, default=0), depths, room) + 1))
+        gains_of_one = cases[:, 0].mean(0).tolist()
+        return width_of_one(gains_of_one, bool(base_rows), base_value, prices.tolist(), draft_ms, widths)
     order = np.argsort(-cases.reshape(s, -1), axis=1, kind="stable")
     gains = np.take_along_axis(cases.reshape(s, -1), order, axis=1)
     rank, depth = order // depths, order % depths
@@ -172,26 +194,27 @@ def choose_width(
     return best
 
 
-def _width_of_one(
-    gains: list[float],
-    base_rows: int,
+def width_of_one(
+    gains: Sequence[float],
+    runs: bool,
     base_value: float,
-    step_ms: StepCost,
+    step_ms: Sequence[float],
     draft_ms: Callable[[int, int], float],
     widths: Sequence[int],
-    room: int,
 ) -> DraftPlan:
-    """``choose_width`` for one request whose gains fall with depth: its best drafts are its first."""
-    rows = min(max(widths, default=0), len(gains), room)
-    ms = step_ms(np.arange(base_rows, base_rows + rows + 1)).tolist()
-    plain = base_value / max(ms[0], 1e-6) if base_rows else 0.0
+    """``choose_width`` for one request whose gains fall with depth: its best drafts are its first.
+
+    step_ms: prices with 0, 1, ... drafts, as many as there are rows for; ``runs``: whether
+    anything runs without drafts.
+    """
+    plain = base_value / max(step_ms[0], 1e-6) if runs else 0.0
     best = DraftPlan(0, 0, plain, plain)
     for k in widths:
         draft, value = draft_ms(1, k), base_value
-        top, at = value / max(ms[0] + draft, 1e-6), 0
-        for b in range(1, min(k, rows) + 1):
+        top, at = value / max(step_ms[0] + draft, 1e-6), 0
+        for b in range(1, min(k, len(step_ms) - 1, len(gains)) + 1):
             value += gains[b - 1]
-            rate = value / max(ms[b] + draft, 1e-6)
+            rate = value / max(step_ms[b] + draft, 1e-6)
             if rate > top:
                 top, at = rate, b
         if top > best.rate * (1 + 1e-9):

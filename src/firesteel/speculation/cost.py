@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ Floats = NDArray[np.float64]
 RATE = 0.05  # weight of one new measurement in the correction
 EARLY = 0.2  # the same while a size has hardly been measured
 SPIKE = 2.0  # a price this far outside of what its neighbours say was mismeasured
+TOGETHER, ALONE = 32, 16  # steps that are learned from at once, and first ones that are not
+NEWS = 1.0  # sum of their log ratios that does not wait
+LEAST_DRAFT = 0.02  # a drafting pass costs at least this share of the smallest step for its requests
 DEPARTS = 1.3  # a step this far from its prediction is reported
 
 
@@ -112,7 +115,6 @@ class CostModel:
     """Prices steps and learns from measured ones."""
 
     table: CostTable
-    corrections: list[float] = field(default_factory=list)
     draft_correction: float = 1.0
     departures: int = 0
     measured: int = 0
@@ -123,18 +125,25 @@ class CostModel:
         ms, self.spikes = _without_spikes(self._rows, np.array(self.table.step_ms, dtype=np.float64))
         # more rows never cost less: a size dearer than a larger one was mismeasured
         self._ms = np.minimum.accumulate(ms[::-1])[::-1]
-        # plain floats: a step asks for one price and corrects a dozen, which is too few for arrays
+        # plain floats: a step asks for single prices and corrects a dozen, which is too few for arrays
         self._sizes = [float(r) for r in self.table.rows]
-        self._base = [float(v) for v in self._ms]
+        self._base: list[float] = self._ms.tolist()
+        self._corrected: list[float] = list(self._base)
         self.corrections = [1.0] * len(self._sizes)
-        self._corrected = list(self._base)
+        self._array: Floats | None = None  # of ``_corrected``
         self._counts = [0.0] * len(self._sizes)  # measurements near each size
+        self._waiting: dict[int, tuple[int, float]] = {}  # rows -> steps not learned from, sum of log ratios
+        self._news, self._unlearned = 0.0, 0  # absolute log ratios of those, and how many
+        self._drafted = 0  # steps that told what drafting costs
+        self._widths = sorted(self.table.draft)
+        self._draft_table = _draft_prices(self.table, self._widths, self.row_ms)
         self._drafts: dict[tuple[int, int], float] = {}  # uncorrected prices that were asked for
 
     def step_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
         """Predicted milliseconds for each row count; ``context``: mean tokens per row."""
-        rows = np.asarray(rows)
-        corrected = np.array(self._corrected)
+        if self._array is None:
+            self._array = np.array(self._corrected)
+        rows, corrected = np.asarray(rows), self._array
         if self.table.staircase:
             at = np.minimum(np.searchsorted(self._rows, rows), len(self._rows) - 1)
             out = corrected[at] * np.maximum(rows / self._rows[at], 1.0)
@@ -173,36 +182,93 @@ class CostModel:
         """Predicted milliseconds of a drafting pass."""
         if requests == 0 or width == 0 or not self.table.draft:
             return 0.0
-        base = self._drafts.get((requests, width))
+        return self._draft_base(requests, width) * self.draft_correction
+
+    def _draft_base(self, requests: int, width: int) -> float:
+        """Milliseconds of a drafting pass by the table."""
+        base: float | None = self._drafts.get((requests, width))
         if base is None:
-            widths = sorted(self.table.draft)
-            prices = [float(np.interp(requests, self.table.requests, self.table.draft[w])) for w in widths]
-            base = float(np.interp(width, widths, prices)) * max(requests / self.table.requests[-1], 1.0)
+            known, asked = self.table.requests, requests
+            if self.table.staircase:  # padded to the next recorded size
+                asked = known[min(bisect_left(known, requests), len(known) - 1)]
+            prices = [float(np.interp(asked, known, line)) for line in self._draft_table]
+            base = float(np.interp(width, self._widths, prices)) * max(
+                requests / self.table.requests[-1], 1.0
+            )
             self._drafts[requests, width] = base
-        return base * self.draft_correction
+        return base
 
     def price(self, rows: int, context: float, requests: int, width: int) -> float:
         """Milliseconds of a whole step: its rows, and drafting ``width`` for ``requests``."""
         return (self.row_ms(rows, context) if rows else 0.0) + self.draft_ms(requests, width)
 
-    def observe(self, rows: int, predicted_ms: float, measured_ms: float) -> bool:
-        """Learn from a whole step; True if it departed from its prediction by more than 1.3x."""
+    def observe(
+        self, rows: int, predicted_ms: float, measured_ms: float, drafting: int = 0, width: int = 0
+    ) -> bool:
+        """Learn from a whole step, in which ``drafting`` requests drafted ``width``.
+
+        True if it departed from its prediction by more than 1.3x.
+        """
         if rows <= 0 or not math.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
             return False
         self.measured += 1
         ratio = min(max(measured_ms / predicted_ms, 0.2), 5.0)
         log = math.log(ratio)
-        for i, size in enumerate(self._sizes):
-            # neighbours learn with it: by the ratio of their sizes
-            near = (size + 1.0) / (rows + 1.0) if size < rows else (rows + 1.0) / (size + 1.0)
-            rate = max(RATE, EARLY / (1.0 + self._counts[i] / 8.0))
-            self._counts[i] += near
-            self.corrections[i] = min(max(self.corrections[i] * math.exp(rate * near * log), 0.02), 50.0)
-            self._corrected[i] = self._base[i] * self.corrections[i]
-        self.draft_correction = min(max(self.draft_correction * ratio ** (RATE / 2), 0.02), 50.0)
+        steps, logs = self._waiting.get(rows, (0, 0.0))
+        self._waiting[rows] = steps + 1, logs + log
+        self._news, self._unlearned = self._news + abs(log), self._unlearned + 1
+        if self._unlearned >= TOGETHER or self._news >= NEWS or self.measured <= ALONE:
+            self._learn()
+        if drafting and width and self.table.draft:
+            self._learn_draft(measured_ms - predicted_ms, drafting, width)
+        else:
+            self.draft_correction = min(max(self.draft_correction * ratio ** (RATE / 2), 0.02), 50.0)
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed
         return departed
+
+    def _learn(self) -> None:
+        """Steps that wait move the prices of their size and, by the ratio of the sizes, of others."""
+        waiting = [(rows + 1.0, steps, logs) for rows, (steps, logs) in self._waiting.items()]
+        self._waiting.clear()
+        self._news, self._unlearned, self._array = 0.0, 0, None
+        for i, size in enumerate(self._sizes):
+            weight = moved = 0.0
+            for rows, steps, logs in waiting:
+                near = (size + 1.0) / rows if size + 1.0 < rows else rows / (size + 1.0)
+                weight += near * steps
+                moved += near * logs
+            rate = max(RATE, EARLY / (1.0 + self._counts[i] / 8.0))
+            self._counts[i] += weight
+            # as if one by one: each would have been predicted by what the ones before had taught
+            shift = moved / weight * -math.expm1(-weight * rate)
+            self.corrections[i] = min(max(self.corrections[i] * math.exp(shift), 0.02), 50.0)
+            self._corrected[i] = self._base[i] * self.corrections[i]
+
+    def _learn_draft(self, surplus_ms: float, drafting: int, width: int) -> None:
+        """What a step with drafting took too long, its drafting may have; steps without tell which it was."""
+        base, now = self._draft_base(drafting, width), self.draft_correction
+        rate = max(RATE, EARLY / (1.0 + self._drafted / 8.0))
+        self._drafted += 1
+        found = min(max(now + surplus_ms / base, now / 3.0), now * 3.0)
+        self.draft_correction = min(max(now + rate * (found - now), 0.02), 50.0)
+
+
+def _draft_prices(table: CostTable, widths: Sequence[int], row_ms: Callable[[int], float]) -> list[Floats]:
+    """Prices by width, then by requests, of a table that was measured as small differences of large numbers.
+
+    More requests and wider drafts never cost less: where the table says so, the truth is
+    taken to lie between. No pass is nearly free.
+    """
+    if not widths:
+        return []
+    ms = np.array([table.draft[w] for w in widths], dtype=np.float64)
+    for axis in (0, 1):
+        up = np.maximum.accumulate(ms, axis)
+        down = np.flip(np.minimum.accumulate(np.flip(ms, axis), axis), axis)
+        ms = 0.5 * (up + down)
+    least = np.array([LEAST_DRAFT * row_ms(n) for n in table.requests])
+    return list(np.maximum(ms, least))
 
 
 def _without_spikes(rows: Floats, ms: Floats) -> tuple[Floats, tuple[int, ...]]:

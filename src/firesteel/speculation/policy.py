@@ -14,11 +14,21 @@ from firesteel.core import Budget
 from firesteel.speculation.adaptive import Adaptive
 from firesteel.speculation.budget import fixed
 from firesteel.speculation.survival import Coefficients
-from firesteel.speculation.terms import Candidate, Drafting, Load, Policy, Proposed, Timing, Verified
+from firesteel.speculation.terms import (
+    Candidate,
+    DraftBlocks,
+    Drafting,
+    Load,
+    Policy,
+    Proposed,
+    Timing,
+    Verified,
+)
 
 __all__ = [
     "Adaptive",
     "Candidate",
+    "DraftBlocks",
     "Drafting",
     "FixedWidth",
     "Load",

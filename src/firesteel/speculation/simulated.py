@@ -21,7 +21,7 @@ All of it is torch ops on the device of the state, without a host value.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ STREAM = 5  # behind those of ops.reference.noise
 TOKEN, ACCEPT, HEAD, MARGIN, EASE = range(5)  # the "token id" words of one position
 CENTRE, WIDTH = 1.2, 0.45  # where log1p(margin) lies
 EDGE = 1e-6  # rates of 0 and 1 keep finite log-odds
+MOST_PLACES = 1 << 23  # of tables: 32 bytes each
 
 
 def separation(auc: float) -> float:
@@ -67,13 +68,31 @@ def _usual(simulated: SimulatedAcceptance, depths: int) -> tuple[float, ...]:
     return tuple(sum(r[min(j, len(r) - 1)] for r in rows) / len(rows) for j in range(depths))
 
 
+@dataclass
+class Drawn:
+    """What ``Simulator`` draws, by place: tokens and uniforms [...], scores [..., head and margin]."""
+
+    token: Tensor  # int64
+    accept: Tensor  # float64, below the rate: the draft is right
+    normal: Tensor  # float64 [..., 2]
+
+
 class Simulator:
     """Draws tokens, drafts and signals for the slots of one engine.
 
-    ``vocab_size`` V >= 2; tensors live on ``device``.
+    ``vocab_size`` V >= 2; tensors live on ``device``. With ``tables`` (slots, positions) a request's draws are
+    made once, when it gets its slot (``prepare``), instead of in every step: on a GPU each of the generator's
+    hundred small operations would be a launch of its own.
     """
 
-    def __init__(self, simulated: SimulatedAcceptance, depths: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self,
+        simulated: SimulatedAcceptance,
+        depths: int,
+        vocab_size: int,
+        device: torch.device,
+        tables: tuple[int, int] | None = None,
+    ):
         assert vocab_size >= 2, "a wrong draft needs another token"
         self.vocab_size, self.spread = vocab_size, simulated.spread
         rows = simulated.trace or (simulated.rates,)
@@ -82,9 +101,29 @@ class Simulator:
         self.odds = torch.logit(rates, eps=EDGE)  # [n, K]
         self.head_gap, self.margin_gap = separation(simulated.head_auc), separation(simulated.margin_auc)
         self._words = torch.arange(5, device=device)
+        self._drawn: Drawn | None = None
+        if tables is not None and tables[0] * tables[1] <= MOST_PLACES:
+            whole = torch.zeros(*tables, 2, dtype=torch.float64, device=device)
+            self._drawn = Drawn(whole[..., 0].long(), whole[..., 0].clone(), whole)
+            self._ease = torch.zeros(tables[0], dtype=torch.float64, device=device)
+
+    def prepare(self, slots: Tensor, state: SlotState) -> None:
+        """Draw for requests that have just got their slots int64 [n], if there are tables."""
+        if self._drawn is None or not slots.numel():
+            return
+        places = torch.arange(self._drawn.token.shape[1], device=slots.device)
+        owner = slots.unsqueeze(-1).expand(-1, places.shape[0]).reshape(-1).contiguous()
+        drawn = self._draw(owner, places.repeat(slots.shape[0]), state)
+        shape = (slots.shape[0], places.shape[0])
+        for name in ("token", "accept", "normal"):
+            part = getattr(drawn, name)
+            getattr(self._drawn, name)[slots] = part.view(*shape, *part.shape[1:])
+        self._ease[slots] = self._draw_ease(slots, state)
 
     def tokens(self, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
         """y(p) int64 [R] for the tokens sampled at ``positions`` [R]."""
+        if self._drawn is not None:
+            return self._drawn.token[slots, positions.clamp_max(self._drawn.token.shape[1] - 1)]
         word = noise.words(self._words[:1], positions, slots, state, STREAM)[:, 0]
         return word % self.vocab_size
 
@@ -93,17 +132,19 @@ class Simulator:
         groups, width = real.tokens.shape
         depth = torch.arange(width, device=slots.device)
         position = (state.cursor[slots].unsqueeze(-1) + 1 + depth).flatten()
-        owner = slots.unsqueeze(-1).expand(-1, width).flatten()
-        words = noise.words(self._words, position, owner, state, STREAM)
-        u = noise.uniform(words).to(torch.float64)
-        token = words[:, TOKEN] % self.vocab_size
+        owner = slots.unsqueeze(-1).expand(-1, width).reshape(-1).contiguous()
+        if self._drawn is not None:
+            at = (owner, position.clamp_max(self._drawn.token.shape[1] - 1))
+            drawn = Drawn(self._drawn.token[at], self._drawn.accept[at], self._drawn.normal[at])
+        else:
+            drawn = self._draw(owner, position, state)
         odds = self._odds(slots, position.view(groups, width), state).flatten()
-        accepted = u[:, ACCEPT] < torch.sigmoid(odds)
-        draft = torch.where(accepted, token, (token + 1) % self.vocab_size)
-        sign = torch.where(accepted, 0.5, -0.5).to(torch.float64)
-        normal = torch.special.ndtri(u[:, HEAD : MARGIN + 1])
-        head = odds + self.head_gap * (sign * self.head_gap + normal[:, 0])
-        margin = torch.expm1((CENTRE + WIDTH * (sign * self.margin_gap + normal[:, 1])).clamp(0.0, 3.9))
+        accepted = drawn.accept < torch.sigmoid(odds)
+        draft = torch.where(accepted, drawn.token, (drawn.token + 1) % self.vocab_size)
+        sign = accepted.to(torch.float64) - 0.5
+        head = odds + self.head_gap * (sign * self.head_gap + drawn.normal[:, 0])
+        score = sign * self.margin_gap + drawn.normal[:, 1]
+        margin = torch.expm1((CENTRE + WIDTH * score).clamp(0.0, 3.9))
         shape = (groups, width)
         return replace(
             real,
@@ -112,13 +153,25 @@ class Simulator:
             confidence=None if real.confidence is None else head.to(torch.float32).view(shape),
         )
 
+    def _draw(self, owner: Tensor, position: Tensor, state: SlotState) -> Drawn:
+        """The draws of requests in the slots ``owner`` [n] at ``position`` [n]."""
+        words = noise.words(self._words, position, owner, state, STREAM)
+        u = noise.uniform(words).to(torch.float64)
+        normal = torch.special.ndtri(u[:, HEAD : MARGIN + 1])
+        return Drawn(words[:, TOKEN] % self.vocab_size, u[:, ACCEPT], normal)
+
+    def _draw_ease(self, slots: Tensor, state: SlotState) -> Tensor:
+        """How easy each request is, in standard deviations: float64 [n]."""
+        zero = torch.zeros_like(slots)
+        ease = noise.uniform(noise.words(self._words[EASE:], zero, slots, state, STREAM))[:, 0]
+        scores: Tensor = torch.special.ndtri(ease.to(torch.float64))
+        return scores
+
     def _odds(self, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
         """Log-odds [G, K] of the rates that hold for these requests and positions."""
         row = (positions + state.seed_lo[slots].unsqueeze(-1)) % self.odds.shape[0]
         odds = self.odds[row, torch.arange(positions.shape[1], device=slots.device)]
         if self.spread:
-            ease = noise.uniform(
-                noise.words(self._words[EASE:], torch.zeros_like(slots), slots, state, STREAM)
-            )
-            odds = odds + self.spread * torch.special.ndtri(ease.to(torch.float64))
+            ease = self._ease[slots] if self._drawn is not None else self._draw_ease(slots, state)
+            odds = odds + self.spread * ease.unsqueeze(-1)
         return odds

@@ -18,7 +18,7 @@ censored and do not count. How good it is, is always measured.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,52 +205,93 @@ def fit(
     wrong would make full steps oscillate. A signal that never changes says
     nothing: it gets no weight. ``warm``: coefficients to search from.
     """
-    depth, head, margin = start.depth.copy(), start.head.copy(), start.margin.copy()
-    for kind in range(CLASSES):
-        mine = samples.kind == kind
-        if not mine.any():
-            if warm is not None:  # nothing new of this class
-                depth[kind], head[kind], margin[kind] = warm.depth[kind], warm.head[kind], warm.margin[kind]
-            continue
-        x, anchor, free = _design(samples, mine, start, kind)
-        k = depth.shape[1]
-        ridge = trust * np.concatenate((np.full(k, DEPTH), [SLOPE, SLOPE, COMMON]))
+    job = Fit(samples, start, rounds, trust, warm)
+    while not job.step():
+        pass
+    return job.coefficients
+
+
+class Fit:
+    """``fit`` in small steps, for whoever has a step of the engine to catch: one Newton step each."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        start: Coefficients,
+        rounds: int = 25,
+        trust: float = 1.0,
+        warm: Coefficients | None = None,
+    ):
+        self._samples, self._start, self._rounds, self._trust = samples, start, rounds, trust
+        origin = start if warm is None else warm  # a class of which nothing is new stays as it is
+        self._depth, self._head, self._margin = origin.depth.copy(), origin.head.copy(), origin.margin.copy()
+        self._warm = warm
+        self._kinds = [k for k in range(CLASSES) if bool((samples.kind == k).any())]
+        self._search: _Search | None = None
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """What was found."""
+        s = self._start
+        return Coefficients(self._depth, self._head, self._margin, s.uses_head, s.uses_margin, s.usual)
+
+    def step(self) -> bool:
+        """Some work; True if none is left."""
+        if not self._kinds:
+            return True
+        kind = self._kinds[0]
+        if self._search is None:
+            self._search = self._begin(kind)
+        elif self._search.step():
+            k, w = self._depth.shape[1], self._search.w
+            self._depth[kind], self._head[kind], self._margin[kind] = w[:k] + w[k + 2], w[k], w[k + 1]
+            self._kinds, self._search = self._kinds[1:], None
+        return not self._kinds
+
+    def _begin(self, kind: int) -> _Search:
+        mine = self._samples.kind == kind
+        x, anchor, free = _design(self._samples, mine, self._start, kind)
+        k = self._depth.shape[1]
+        ridge = self._trust * np.concatenate((np.full(k, DEPTH), [SLOPE, SLOPE, COMMON]))
         w = anchor.copy()
-        if warm is not None:
-            w[:k], w[k], w[k + 1] = warm.depth[kind], warm.head[kind], warm.margin[kind]
+        if self._warm is not None:
+            w[:k], w[k], w[k + 1] = self._warm.depth[kind], self._warm.head[kind], self._warm.margin[kind]
             w = np.where(free > 0, w, anchor)
-        w = _maximise(x, samples.accepted[mine], w, anchor, free, ridge, rounds)
-        depth[kind], head[kind], margin[kind] = w[:k] + w[k + 2], w[k], w[k + 1]
-    return Coefficients(depth, head, margin, start.uses_head, start.uses_margin, start.usual)
+        return _Search(x, self._samples.accepted[mine], w, anchor, free, ridge, self._rounds)
 
 
-def _maximise(
-    x: Floats, y: Floats, w: Floats, anchor: Floats, free: Floats, ridge: Floats, rounds: int
-) -> Floats:
-    """argmax of the penalised log-likelihood of a logistic model, searched from ``w``."""
+class _Search:
+    """argmax over ``w`` of the penalised log-likelihood of a logistic model."""
 
-    def objective(w: Floats) -> float:
-        z = x @ w
-        likelihood = float((y * z - np.logaddexp(0.0, z)).sum())
-        return likelihood - 0.5 * float((ridge * (w - anchor) ** 2).sum())
+    def __init__(
+        self, x: Floats, y: Floats, w: Floats, anchor: Floats, free: Floats, ridge: Floats, rounds: int
+    ):
+        self.x, self.y, self.w, self.anchor, self.free, self.ridge = x, y, w, anchor, free, ridge
+        self.left, self.value = rounds, self._objective(w)
 
-    value = objective(w)
-    for _ in range(rounds):
-        p = logistic(x @ w)
-        grad = (x.T @ (y - p) - ridge * (w - anchor)) * free
-        hess = (x * (p * (1 - p))[:, None]).T @ x + np.diag(ridge)
-        step = np.linalg.solve(hess, grad) * free
+    def _objective(self, w: Floats) -> float:
+        z = self.x @ w
+        likelihood = float((self.y * z - np.logaddexp(0.0, z)).sum())
+        return likelihood - 0.5 * float((self.ridge * (w - self.anchor) ** 2).sum())
+
+    def step(self) -> bool:
+        """One Newton step; True if it was the last."""
+        if self.left == 0:
+            return True
+        self.left -= 1
+        x, p = self.x, logistic(self.x @ self.w)
+        grad = (x.T @ (self.y - p) - self.ridge * (self.w - self.anchor)) * self.free
+        hess = (x * (p * (1 - p))[:, None]).T @ x + np.diag(self.ridge)
+        step = np.linalg.solve(hess, grad) * self.free
         for _ in range(30):
-            better = objective(w + step)
-            if better >= value:
+            better = self._objective(self.w + step)
+            if better >= self.value:
                 break
             step = step / 2
         else:
-            break
-        w, gain, value = w + step, better - value, better
-        if gain < 1e-7 * (1 + abs(value)):
-            break
-    return w
+            return True
+        gain, self.w, self.value = better - self.value, self.w + step, better
+        return gain < 1e-7 * (1 + abs(better))
 
 
 def _design(
@@ -322,6 +363,9 @@ def auc(score: Floats, truth: Floats) -> float:
     )
 
 
+WORK, SETUP = 4096, 512  # outcomes that one part of a refit looks at, and what a pass over none costs
+
+
 class Calibrator:
     """Coefficients in use, the newest outcomes, and their quality.
 
@@ -330,51 +374,91 @@ class Calibrator:
     ``every``. ``seen`` counts all, by temperature class. ``trust`` multiplies
     the pull towards the first coefficients: large if they come from a file.
     ``first`` None: few without a file, more with one.
+
+    Who has no time for a whole refit calls ``collect``, and ``work`` until
+    nothing is ``due``. ``source`` is asked for outcomes that wait elsewhere
+    whenever somebody looks at the quality.
     """
 
     def __init__(
         self,
         coefficients: Coefficients,
         keep: int = 4096,
-        every: int = 4096,
+        every: int = 16384,
         first: int | None = None,
         trust: float = 1.0,
     ):
         self.coefficients, self.trust, self.every = coefficients, trust, every
         self.refits, self.seen = 0, [0] * CLASSES
+        self.source: Callable[[], Samples | None] | None = None
         self._start = coefficients
         self._recent = np.zeros((keep, 6))  # head, margin, depth, kind, accepted, predicted
-        soon = 16 if trust <= 1.0 else 128  # a file need not be corrected in the first steps
-        self._count, self._fresh, self._due = 0, 0, min(first or soon, every)
+        soon = 16 if trust <= 1.0 else 256  # a file need not be corrected in the first steps
+        self._count, self._fresh, self._next = 0, 0, min(first or soon, every)
+        self._job: Fit | None = None
 
     def add(self, outcomes: Samples | list[Outcome]) -> bool:
         """Take outcomes, each with the probability that was in force; True if the model changed."""
-        s = outcomes if isinstance(outcomes, Samples) else Samples.of(outcomes)
+        self.collect(outcomes if isinstance(outcomes, Samples) else Samples.of(outcomes))
+        changed = False
+        while self.due:
+            changed |= self.work()
+        return changed
+
+    def collect(self, s: Samples) -> None:
+        """Keep outcomes, each with the probability that is in force."""
         n, keep = len(s.accepted), len(self._recent)
         if n == 0:
-            return False
+            return
         predicted = self.coefficients.probability(s.head, s.margin, s.depth, s.kind)
         lines = np.stack((s.head, s.margin, s.depth, s.kind, s.accepted, predicted), axis=1)[-keep:]
         self._recent[(self._count + np.arange(len(lines))) % keep] = lines
         self._count += len(lines)
         self._fresh += n
-        for kind in range(CLASSES):
-            self.seen[kind] += int((s.kind == kind).sum())
-        if self._fresh < self._due:
+        sampled = int(s.kind.sum())
+        self.seen[0] += n - sampled
+        self.seen[1] += sampled
+
+    @property
+    def due(self) -> bool:
+        """Whether a refit is due or under way."""
+        return self._job is not None or self._fresh >= self._next
+
+    @property
+    def missing(self) -> int:
+        """Outcomes until the next refit."""
+        return max(self._next - self._fresh, 0)
+
+    def work(self) -> bool:
+        """A part of the refit that is due, well below a millisecond; True if the model changed."""
+        if self._job is None:
+            self._fresh, self._next = 0, min(2 * self._next, self.every)
+            self._job = Fit(self.recent(), self._start, trust=self.trust, warm=self.coefficients)
             return False
-        self._fresh, self._due = 0, min(2 * self._due, self.every)
-        self.coefficients = fit(self.recent(), self._start, trust=self.trust, warm=self.coefficients)
+        for _ in range(max(WORK // (min(self._count, len(self._recent)) + SETUP), 1)):
+            if self._job.step():
+                break
+        else:
+            return False
+        self.coefficients, self._job = self._job.coefficients, None
         self.refits += 1
         return True
 
+    def _lines(self) -> Floats:
+        """[n, 6] outcomes with what was predicted."""
+        more = self.source() if self.source is not None else None
+        if more is not None:
+            self.collect(more)
+        return self._recent[: self._count]
+
     def recent(self) -> Samples:
         """The newest outcomes."""
-        r = self._recent[: self._count]
+        r = self._recent[: self._count].copy()
         return Samples(r[:, 0], r[:, 1], r[:, 2].astype(np.int64), r[:, 3].astype(np.int64), r[:, 4])
 
     def quality(self) -> list[dict[str, float]]:
         """ECE, Brier score and AUC of the predictions that were in force, by depth."""
-        r, out = self._recent[: self._count], []
+        r, out = self._lines(), []
         for depth in sorted(set(r[:, 2].tolist())):
             truth, predicted = r[r[:, 2] == depth][:, 4], r[r[:, 2] == depth][:, 5]
             out.append(
@@ -391,7 +475,7 @@ class Calibrator:
 
     def reliability(self, bins: int = BINS) -> list[tuple[float, float, int]]:
         """(mean predicted, share accepted, samples) in equal-mass bins of the predictions that were in force."""
-        r = self._recent[: self._count]
+        r = self._lines()
         order = np.argsort(r[:, 5], kind="stable")
         parts = [p for p in np.array_split(order, min(bins, max(len(order), 1))) if len(p)]
         return [(float(r[p, 5].mean()), float(r[p, 4].mean()), len(p)) for p in parts]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from firesteel.core import Budget
 from firesteel.speculation.survival import Coefficients
+
+Floats = NDArray[np.float64]
 
 
 class Candidate(NamedTuple):  # one per request and step: tuples are made three times as fast
@@ -21,8 +26,7 @@ class Candidate(NamedTuple):  # one per request and step: tuples are made three 
     floor: float = 0.0  # tokens per second it asks for; 0: none
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """What a step runs besides drafts."""
 
     rows: int  # prompt rows and anchors
@@ -54,6 +58,57 @@ class Proposed(NamedTuple):
     survival: tuple[float, ...]
 
 
+class DraftBlocks(Sequence[Proposed]):
+    """What one drafting pass said, as columns: G blocks of one width w.
+
+    request_ids, kinds: G of each; head float64 [G, w], or None without a confidence head;
+    margin, survival: float64 [G, w]. Looked at one by one it is a sequence of ``Proposed``.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[int],
+        kinds: Sequence[int],
+        head: Floats | None,
+        margin: Floats,
+        survival: Floats,
+    ):
+        self.request_ids, self.kinds = request_ids, kinds
+        self.head, self.margin, self.survival = head, margin, survival
+
+    @classmethod
+    def of(cls, proposed: Sequence[Proposed]) -> DraftBlocks:
+        """From blocks of one width."""
+        if isinstance(proposed, DraftBlocks):
+            return proposed
+        has_head = bool(proposed) and bool(proposed[0].head)
+        return cls(
+            [p.request_id for p in proposed],
+            [p.kind for p in proposed],
+            np.array([p.head for p in proposed], dtype=np.float64) if has_head else None,
+            np.array([p.margin for p in proposed], dtype=np.float64),
+            np.array([p.survival for p in proposed], dtype=np.float64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> Proposed: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Proposed]: ...
+    def __getitem__(self, at: int | slice) -> Proposed | list[Proposed]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return Proposed(
+            self.request_ids[at],
+            self.kinds[at],
+            () if self.head is None else tuple(self.head[at].tolist()),
+            tuple(self.margin[at].tolist()),
+            tuple(self.survival[at].tolist()),
+        )
+
+
 class Verified(NamedTuple):
     """What became of one request's drafts in a committed step.
 
@@ -67,13 +122,14 @@ class Verified(NamedTuple):
     ended: bool
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """What a committed step was predicted to cost and cost."""
 
     rows: int
     predicted_ms: float
     measured_ms: float
+    drafting: int = 0  # requests that drafted in it, each ``width``
+    width: int = 0
 
 
 class Policy(Protocol):

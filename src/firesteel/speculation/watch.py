@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from firesteel.speculation.cost import DEPARTS, CostModel, CostTable
-from firesteel.speculation.survival import Samples
-from firesteel.speculation.terms import Proposed
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 PRICES = 64  # newest steps that are looked at
 OUTCOMES = 24  # newest first drafts
 SIGNALS = 64  # newest confidences at least
@@ -30,7 +31,7 @@ class Watch:
         self.raised: dict[str, int] = {}
         self._news: list[tuple[str, str]] = []
         self._ratios: deque[float] = deque(maxlen=PRICES)
-        self._firsts: deque[float] = deque(maxlen=OUTCOMES)
+        self._firsts: deque[bool] = deque(maxlen=OUTCOMES)
         self._heads: deque[tuple[float, float, int]] = deque(maxlen=SIGNALS)
         self._priced = 0
         self._look_at(cost.table, cost.spikes)
@@ -80,26 +81,25 @@ class Watch:
                 "profile again if it stays",
             )
 
-    def outcomes(self, samples: Samples) -> None:
-        """Fates of drafts."""
-        self._firsts.extend(samples.accepted[samples.depth == 0].tolist())
+    def outcomes(self, firsts: Sequence[bool]) -> None:
+        """Whether first drafts of blocks were accepted."""
+        self._firsts.extend(firsts)
         if len(self._firsts) == OUTCOMES:
-            hits = sum(self._firsts)
             self._set(
                 "drafts never accepted",
-                hits == 0,
+                not any(self._firsts),
                 f"none of the last {OUTCOMES} first drafts was accepted; does the drafter fit the model?",
             )
 
-    def signals(self, proposed: Sequence[Proposed]) -> None:
-        """Confidences of new drafts."""
-        values = [v for p in proposed for v in p.head]
-        if not values:
-            return
-        broken = not math.isfinite(sum(values))
+    def signals(self, head: Floats, width: Ints) -> None:
+        """Confidences [n, K] of new blocks, ``width`` [n] of them each."""
+        depths = head.shape[1]
+        values = head if int(width.min()) == depths else head[np.arange(depths) < width[:, None]]
+        broken = not math.isfinite(float(values.sum()))
         if broken:
-            values = np.nan_to_num(np.array(values, dtype=np.float64)).tolist()
-        self._heads.append((min(values), max(values), len(values)))
+            values = np.nan_to_num(values)
+        low, high = float(values.min()), float(values.max())
+        self._heads.append((low, high, values.size))
         self._set(
             "confidence not finite", broken, "the confidence head gives NaN or infinity; it counts as 0"
         )

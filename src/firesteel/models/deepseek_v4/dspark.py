@@ -16,13 +16,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from firesteel.core import RowBatch
 from firesteel.models.deepseek_v4.config import DSparkConfig, LayerKind, V4Config
 from firesteel.models.deepseek_v4.model import LayerWeights, Target
 from firesteel.models.deepseek_v4.state import LayerMemory
 from firesteel.models.deepseek_v4.weights import Builder, Source
 from firesteel.ops.interface import Ops
-from firesteel.ops.types import HyperHead, Linear, MarkovHead, Norm, PassContext, Proposal, SlotState
+from firesteel.ops.types import (
+    ContextWeights,
+    DraftStage,
+    HyperHead,
+    Linear,
+    MarkovHead,
+    Norm,
+    PassContext,
+    Proposal,
+    SlotState,
+)
 
 
 @dataclass(frozen=True)
@@ -69,41 +78,26 @@ class Drafter:
         assert config.dspark is not None, "checked when speculation was asked for"
         self.config, self.weights, self.target, self.ops = config, weights, target, target.ops
         self.dspark: DSparkConfig = config.dspark
+        self.stages = tuple(draft_stage(stage, config) for stage in weights.stages)
+        kv = tuple((stage.wkv, stage.kv_norm) for stage in self.stages)
+        self.context = ContextWeights(weights.main_proj, weights.main_norm, kv, self.stages[0].table)
+        assert all(stage.table == self.context.table for stage in self.stages), "window layers share a table"
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Target layers whose outputs it reads."""
         return self.dspark.target_layer_ids
 
-    def write_context(self, taps: Tensor, ctx: PassContext, memory: Sequence[LayerMemory]) -> None:
-        """Store the context row of every row of a target pass, at the row's own position.
+    def write_context(
+        self, passes: Sequence[tuple[Sequence[Tensor], PassContext]], memory: Sequence[LayerMemory]
+    ) -> None:
+        """Store the context row of every row of target passes, at the row's own position.
 
-        Rows of rejected drafts are written too: a later pass runs their
-        positions again before anything can see them.
+        A pass gives its streams [R, hc, D] behind the layers ``taps``; earlier
+        passes come first. Rows of rejected drafts are written too: a later pass
+        runs their positions again before anything can see them.
         """
-        ops, w = self.ops, self.weights
-        x = ops.norm(ops.linear(taps, w.main_proj), w.main_norm)
-        for stage, state in zip(w.stages, memory, strict=True):
-            a = stage.attention
-            row = ops.key_value(ops.linear(x, a.wkv), a.kv_norm, a.table, ctx)
-            ops.store_window(state.window, row, ctx)
-
-    def block_rows(self, slots: Tensor, width: int, state: SlotState) -> RowBatch:
-        """[anchor, noise, ...] of every slot at its cursor: G groups of ``width`` rows."""
-        groups = slots.shape[0]
-        place = torch.arange(width, device=slots.device)
-        row = torch.arange(groups * width, device=slots.device)
-        tokens = torch.where(place == 0, state.anchor[slots].unsqueeze(-1), self.dspark.noise_token_id)
-        first = row // width * width
-        return RowBatch(
-            tokens=tokens.flatten(),
-            positions=(state.cursor[slots].unsqueeze(-1) + place).flatten(),
-            slots=slots.unsqueeze(-1).expand(-1, width).flatten(),
-            first=first,
-            last=first + width - 1,
-            valid=torch.ones_like(row, dtype=torch.bool),
-            max_position=0,
-        )
+        self.ops.context_rows(passes, self.context, [m.window for m in memory])
 
     def propose(
         self,
@@ -119,12 +113,12 @@ class Drafter:
     ) -> Proposal:
         """One drafting pass: ``width`` drafts for every slot of ``slots`` int64 [G]."""
         ops, w, c = self.ops, self.weights, self.config
-        rows = self.block_rows(slots, width, state)
+        rows = ops.block_rows(slots, width, self.dspark.noise_token_id, state)
         ctx = ops.begin_pass(rows, page_table, c.page_size, self.target.ropes, ())
         ctx.block = width
         h = ops.embed(self.target.weights.embed, rows.tokens, c.hc_mult)
-        for stage, layer_memory in zip(w.stages, memory, strict=True):
-            h = self._stage(h, stage, layer_memory, ctx)
+        for stage, layer_memory in zip(self.stages, memory, strict=True):
+            h = ops.draft_stage(h, stage, layer_memory.window, ctx)
         z, x = ops.hyper_head(h, w.collapse, w.norm)
         base = self.target.logits(x).unflatten(0, (-1, width))
         return ops.markov_walk(
@@ -138,14 +132,29 @@ class Drafter:
             keep_logits=keep_logits,
         )
 
-    def _stage(self, h: Tensor, w: LayerWeights, memory: LayerMemory, ctx: PassContext) -> Tensor:
-        ops, c, a = self.ops, self.config, w.attention
-        x, post, comb = ops.hyper_pre(h, w.attn_hyper, w.attn_norm)
-        qa = ops.norm(ops.linear(x, a.wq_a), a.q_norm)
-        q = ops.query(ops.linear(qa, a.wq_b), a.heads, c.rms_norm_eps, a.table, ctx)
-        kv = ops.key_value(ops.linear(x, a.wkv), a.kv_norm, a.table, ctx)
-        o = ops.block_attention(q, kv, memory.window, c.sliding_window, a.sinks, a.table, ctx)
-        h = ops.hyper_post(ops.output(o, a.wo_a, a.wo_b), h, post, comb)
-        x, post, comb = ops.hyper_pre(h, w.ffn_hyper, w.ffn_norm)
-        ids, weights = ops.route(x, w.router, ctx.rows.tokens)
-        return ops.hyper_post(ops.moe(x, ids, weights, w.experts, w.shared, c.swiglu_limit), h, post, comb)
+
+def draft_stage(w: LayerWeights, config: V4Config) -> DraftStage:
+    """A stage's weights and constants as the op takes them."""
+    a = w.attention
+    return DraftStage(
+        attn_hyper=w.attn_hyper,
+        attn_norm=w.attn_norm,
+        wq_a=a.wq_a,
+        q_norm=a.q_norm,
+        wq_b=a.wq_b,
+        wkv=a.wkv,
+        kv_norm=a.kv_norm,
+        sinks=a.sinks,
+        wo_a=a.wo_a,
+        wo_b=a.wo_b,
+        ffn_hyper=w.ffn_hyper,
+        ffn_norm=w.ffn_norm,
+        router=w.router,
+        experts=w.experts,
+        shared=w.shared,
+        heads=a.heads,
+        span=config.sliding_window,
+        eps=config.rms_norm_eps,
+        limit=config.swiglu_limit,
+        table=a.table,
+    )

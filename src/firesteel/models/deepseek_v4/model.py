@@ -112,29 +112,32 @@ class Target:
 
     def forward(
         self, ctx: PassContext, memory: Sequence[LayerMemory], taps: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """Streams [R, hc, D] after the last layer, and the taps [R, len(taps)*D].
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Streams [R, hc, D] after the last layer, and those after each layer of ``taps``, in that order.
 
-        ``taps`` are layer indices whose outputs the drafter reads (mean over
-        the streams); None when none is asked for.
+        The drafter reads the latter; no layer writes into what it was given.
         """
-        ops, rows = self.ops, ctx.rows
-        h = ops.embed(self.weights.embed, rows.tokens, self.config.hc_mult)
+        ops, layers = self.ops, self.weights.layers
+        h = ops.embed(self.weights.embed, ctx.rows.tokens, self.config.hc_mult)
+        x, post, comb = ops.hyper_pre(h, layers[0].attn_hyper, layers[0].attn_norm)
         found: dict[int, Tensor] = {}
-        for i, (layer, state) in enumerate(zip(self.weights.layers, memory, strict=True)):
-            h = self._block(h, layer, state, ctx)
+        for i, (layer, state) in enumerate(zip(layers, memory, strict=True)):
+            f = self._attention(x, layer.attention, state, ctx)
+            h, x, post, comb = ops.hyper_step(f, h, post, comb, layer.ffn_hyper, layer.ffn_norm)
+            f = self._experts(x, layer, ctx)
+            if i + 1 < len(layers):
+                after = layers[i + 1]
+                h, x, post, comb = ops.hyper_step(f, h, post, comb, after.attn_hyper, after.attn_norm)
+            else:
+                h = ops.hyper_post(f, h, post, comb)
             if i in taps:
-                found[i] = ops.tap(h)
-        return h, torch.cat([found[i] for i in taps], dim=-1) if taps else None
+                found[i] = h
+        return h, [found[i] for i in taps]
 
-    def _block(self, h: Tensor, layer: LayerWeights, state: LayerMemory, ctx: PassContext) -> Tensor:
-        ops, c = self.ops, self.config
-        x, post, comb = ops.hyper_pre(h, layer.attn_hyper, layer.attn_norm)
-        h = ops.hyper_post(self._attention(x, layer.attention, state, ctx), h, post, comb)
-        x, post, comb = ops.hyper_pre(h, layer.ffn_hyper, layer.ffn_norm)
-        ids, weights = ops.route(x, layer.router, ctx.rows.tokens)
-        f = ops.moe(x, ids, weights, layer.experts, layer.shared, c.swiglu_limit)
-        return ops.hyper_post(f, h, post, comb)
+    def _experts(self, x: Tensor, layer: LayerWeights, ctx: PassContext) -> Tensor:
+        ids, weights = self.ops.route(x, layer.router, ctx.rows.tokens)
+        c, valid = self.config, ctx.rows.valid
+        return self.ops.moe(x, ids, weights, layer.experts, layer.shared, c.swiglu_limit, valid)
 
     def _attention(self, x: Tensor, w: AttentionWeights, state: LayerMemory, ctx: PassContext) -> Tensor:
         ops, c = self.ops, self.config

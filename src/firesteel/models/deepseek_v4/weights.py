@@ -44,6 +44,11 @@ class Builder:
         """A tensor as float32 on the device."""
         return self.source.tensor(name).to(self.device, torch.float32)
 
+    def table(self, name: str) -> Tensor:
+        """A tensor that rows are copied from: bfloat16 where the backend's rows are, else float32."""
+        tensor = self.source.tensor(name)
+        return tensor.to(self.device, tensor.dtype if tensor.dtype == self.ops.cache else torch.float32)
+
     def linear(self, prefix: str) -> Linear:
         """A prepared [N, K] weight."""
         return self.ops.linear_weight(self.source.qtensor(prefix))
@@ -115,7 +120,7 @@ class Builder:
                 heads=c.index_n_heads,
                 top_k=c.index_topk,
             )
-        return AttentionWeights(
+        made = AttentionWeights(
             wq_a=self.linear(f"{prefix}.wq_a"),
             q_norm=self.norm(f"{prefix}.q_norm"),
             wq_b=self.linear(f"{prefix}.wq_b"),
@@ -129,6 +134,19 @@ class Builder:
             table="compress" if ratio else "main",
             heads=c.num_attention_heads,
         )
+        self._share(made)
+        return made
+
+    def _share(self, w: AttentionWeights) -> None:
+        """Products of the sublayer's input, and those of the low-rank query."""
+        hidden, queries = [(w.wq_a, False), (w.wkv, False)], [(w.wq_b, False)]
+        if w.compressor is not None:
+            hidden.append((w.compressor.project, True))
+        if w.indexer is not None:
+            hidden += [(w.indexer.compressor.project, True), (w.indexer.weights, False)]
+            queries.append((w.indexer.wq_b, False))
+        self.ops.share_input(hidden)
+        self.ops.share_input(queries)
 
     def router(self, prefix: str, hashed: bool) -> Router:
         """Gate with its bias, or with the token id table of a hash layer."""
@@ -152,7 +170,7 @@ class Builder:
 
     def layer(self, prefix: str, ratio: int, kind: LayerKind, hashed: bool) -> LayerWeights:
         """One block, of the target or of the drafter."""
-        return LayerWeights(
+        made = LayerWeights(
             attn_hyper=self.hyper(f"{prefix}.hc_attn"),
             attn_norm=self.norm(f"{prefix}.attn_norm"),
             attention=self.attention(f"{prefix}.attn", ratio, kind),
@@ -162,6 +180,8 @@ class Builder:
             experts=self.experts(f"{prefix}.ffn.experts"),
             shared=(self.shared(f"{prefix}.ffn.shared_experts"),) if self.config.n_shared_experts else (),
         )
+        self.ops.share_input([(made.router.gate, True), *((w13, False) for w13, _ in made.shared)])
+        return made
 
 
 def build_target(
@@ -174,7 +194,7 @@ def build_target(
     """Read and prepare the whole target; ``progress`` hears each module's prefix."""
     b = Builder(source, config, ops, device)
     progress("embed")
-    embed = b.f32("embed.weight")
+    embed = b.table("embed.weight")
     layers = []
     for i, ratio in enumerate(config.compress_ratios):
         progress(f"layers.{i}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from firesteel.checkpoint.codecs import QTensor
 from firesteel.core import RowBatch
+from firesteel.ops.native.draft import NativeDraft
 from firesteel.ops.native.library import dense, function, pack, record
-from firesteel.ops.native.tail import NativeTail
 from firesteel.ops.reference.linear import is_quantised
 from firesteel.ops.types import (
     Compressor,
     CompressorMemory,
+    ContextWeights,
+    DraftStage,
     Experts,
     Hyper,
     HyperHead,
@@ -30,7 +33,8 @@ from firesteel.ops.types import (
 )
 
 PASS = struct.Struct("9q")
-MAX_STREAMS, MAX_GROUPS = 8, 64
+STAGE = struct.Struct("4qddqd4qddqd4qdqd5qd6qd5qd")
+MAX_STREAMS, MAX_GROUPS, MAX_STAGES = 8, 64, 16
 NO_PAGES = (0, 0, 1, 0)
 KEY = "native"  # of what belongs to a weight or a pass and is made once
 
@@ -64,6 +68,52 @@ def _compressor(w: Compressor) -> tuple[Any, ...]:
     weight, eps, keep = once(w.norm, _norm)
     shape = (w.ratio, w.dim, int(w.overlap), int(w.index))
     return w.project.data.address, ape.data_ptr(), weight, eps, *shape, (ape, keep)
+
+
+def _stage(w: DraftStage) -> tuple[Any, ...]:
+    """(address of the stage's record, head dim, keepalive); field by field as StageWeight in stage.cpp."""
+    fields: list[Any] = []
+    for hyper, norm in ((w.attn_hyper, w.attn_norm), (w.ffn_hyper, w.ffn_norm)):
+        fields += (*once(hyper, _hyper)[:-1], *once(norm, _norm)[:2])
+    fields += (w.wq_a.data.address, w.wq_b.data.address, w.wkv.data.address)
+    fields += (*once(w.q_norm, _norm)[:2], *once(w.kv_norm, _norm)[:2])
+    sinks, low = dense(w.sinks), [x.data.address for x in w.wo_a]
+    shared = [x.data.address for pair in w.shared for x in pair] or [0]
+    lists = [record(struct.Struct(f"{len(values)}q"), *values) for values in (low, shared)]
+    at = [ctypes.addressof(values) for values in lists]
+    assert len(low) <= MAX_GROUPS, f"at most {MAX_GROUPS} output groups, got {len(low)}"
+    fields += (sinks.data_ptr(), w.heads, w.wkv.n, w.span, len(low), w.eps, at[0], w.wo_b.data.address)
+    fields += (*once(w.router, _router)[:-1], w.router.top_k, w.router.scale)
+    experts = w.experts
+    fields += (experts.w13.address, experts.w2.address, experts.count, len(w.shared), at[1], w.limit)
+    made = record(STAGE, *fields)
+    return ctypes.addressof(made), w.wkv.n, (made, lists, sinks)
+
+
+class _Context:
+    """Context weights as the library sees them; the rings' addresses are found once."""
+
+    def __init__(self, w: ContextWeights):
+        taps, stages = w.project.k // w.project.n, len(w.stages)
+        assert stages <= MAX_STAGES, f"at most {MAX_STAGES} draft stages, got {stages}"
+        weight, eps, _ = once(w.norm, _norm)
+        self.layout = "5qd4q" + "2qd2q" * stages
+        self.taps, self.more = taps, f"{3 + taps}q"  # of every pass
+        self.project = (w.project.data.address, weight, eps)
+        self.stages = [(wkv.data.address, *once(norm, _norm)[:2]) for wkv, norm in w.stages]
+        self.windows: list[Tensor] = []
+        self.placed: tuple[Any, ...] = ()
+
+    def of(self, windows: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Fields of every stage: wkv, norm weight, epsilon, ring, rows of the ring."""
+        known = self.windows
+        if len(known) != len(windows) or not all(map(operator.is_, known, windows)):
+            assert len(windows) == len(self.stages), "one ring per stage"
+            assert all(window.is_contiguous() for window in windows), "rings are written in place"
+            pairs = zip(self.stages, windows, strict=True)
+            self.placed = tuple(f for s, ring in pairs for f in (*s, ring.data_ptr(), ring.shape[1]))
+            self.windows = list(windows)
+        return self.placed
 
 
 def _router(w: Router) -> tuple[Any, ...]:
@@ -119,7 +169,7 @@ def _pass(ctx: PassContext) -> _Pass:
     return found
 
 
-class NativeOps(NativeTail):
+class NativeOps(NativeDraft):
     """The compiled CPU backend; the few ops not written here are the plain torch ones."""
 
     name = "native"
@@ -143,6 +193,11 @@ class NativeOps(NativeTail):
         self._output = function("output", "7q")
         self._route = function("route", "7qd3q")
         self._moe = function("moe", "11qd2q")
+        self._draft_stage = function("draft_stage", "13q")
+        self._angles = function("angles", "7q")
+        self._tables: dict[
+            Any, tuple[Mapping[str, Rope], Tensor, Tensor]
+        ] = {}  # ropes stay alive: ids are unique
 
     # ---- weights ------------------------------------------------------------
     def linear_weight(self, weight: QTensor) -> Linear:
@@ -166,18 +221,27 @@ class NativeOps(NativeTail):
         ropes: Mapping[str, Rope],
         ratios: Sequence[int],
     ) -> PassContext:
-        """As the plain one; all angles of equally wide tables come out of one product."""
+        """As the plain one; all angles of equally wide tables lie in one tensor."""
         if len({rope.dim for rope in ropes.values()}) != 1:
             return super().begin_pass(rows, page_table, page_size, ropes, ratios)
-        names = list(ropes)
-        compress = ropes["compress"].inv_freq
-        turns = torch.stack([ropes[name].inv_freq for name in names] + [compress] * len(ratios))
-        at = rows.positions
-        places = torch.stack([at] * len(names) + [at // r * r for r in ratios]).to(torch.float32)
-        angle = places.unsqueeze(-1) * turns.unsqueeze(1)
+        names, positions = list(ropes), dense(rows.positions)
+        turns, steps = self._turns(ropes, tuple(ratios))
+        angle = torch.empty(turns.shape[0], rows.count, turns.shape[1])
+        given = (positions.data_ptr(), rows.count, turns.data_ptr(), steps.data_ptr(), *turns.shape)
+        self._angles(*given, angle.data_ptr())
         pairs = list(zip(torch.cos(angle).unbind(), torch.sin(angle).unbind(), strict=True))
         entry = dict(zip(ratios, pairs[len(names) :], strict=True))
         return PassContext(rows, page_table, page_size, dict(zip(names, pairs, strict=False)), entry)
+
+    def _turns(self, ropes: Mapping[str, Rope], ratios: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(frequencies [T, half], int64 ratios [T]) of the rows' tables and of the entries; made once."""
+        found = self._tables.get((id(ropes), ratios))
+        if found is None or found[0] is not ropes:
+            compress = [ropes["compress"].inv_freq] if ratios else []
+            turns = torch.stack([rope.inv_freq for rope in ropes.values()] + compress * len(ratios))
+            steps = torch.tensor([1] * len(ropes) + list(ratios))
+            found = self._tables[id(ropes), ratios] = (ropes, turns, steps)
+        return found[1], found[2]
 
     # ---- rows ---------------------------------------------------------------
     def embed(self, table: Tensor, tokens: Tensor, streams: int) -> Tensor:
@@ -250,6 +314,27 @@ class NativeOps(NativeTail):
         out = torch.empty(rows, d)
         self._tap(h.data_ptr(), rows, hc, d, out.data_ptr(), self._flags())
         return out
+
+    def context_rows(
+        self,
+        passes: Sequence[tuple[Sequence[Tensor], PassContext]],
+        w: ContextWeights,
+        windows: Sequence[Tensor],
+    ) -> None:
+        """As the plain one, in one call; only rows that a ring keeps are computed."""
+        made: _Context = once(w, _Context)
+        _, hc, d = passes[0][0][0].shape
+        fields: list[int] = []
+        half, kept = 0, []
+        for streams, ctx in passes:
+            assert len(streams) == made.taps, "a tap per column block of the projection"
+            shared, given = _pass(ctx), [dense(h) for h in streams]
+            cos, sin, half, _ = shared.turn(w.table, ctx.rotary[w.table])
+            fields += (shared.address, cos, sin, *(h.data_ptr() for h in given))
+            kept.append(given)  # alive until the call
+        head = (made.taps, hc, d, *made.project, len(made.stages), len(passes), half, self._flags())
+        call = function("context_rows", made.layout + made.more * len(passes))
+        call(*head, *made.of(windows), *fields)
 
     # ---- attention ------------------------------------------------------------
     def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
@@ -342,6 +427,21 @@ class NativeOps(NativeTail):
         self._attention(*keys, *given, cos, sin, half, out.data_ptr(), 1, self._flags())
         return out
 
+    def draft_stage(self, h: Tensor, w: DraftStage, window: Tensor, ctx: PassContext) -> Tensor:
+        """As the plain one, in one call."""
+        h, tokens = dense(h), dense(ctx.rows.tokens)
+        _, hc, d = h.shape
+        assert hc <= MAX_STREAMS, f"at most {MAX_STREAMS} streams, got {hc}"
+        assert window.is_contiguous(), "a ring is one block"
+        out = torch.empty(h.shape)
+        address, _, _ = once(w, _stage)
+        shared = _pass(ctx)
+        cos, sin, half, _ = shared.turn(w.table, ctx.rotary[w.table])
+        given = (address, shared.address, h.data_ptr(), hc, d, tokens.data_ptr())
+        ring = (window.data_ptr(), window.shape[1])
+        self._draft_stage(*given, *ring, cos, sin, half, out.data_ptr(), self._flags())
+        return out
+
     def store_window(self, window: Tensor, kv: Tensor, ctx: PassContext) -> None:
         kv = dense(kv)
         assert window.is_contiguous(), "the window is written in place"
@@ -376,6 +476,7 @@ class NativeOps(NativeTail):
         experts: Experts,
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
+        valid: Tensor | None = None,
     ) -> Tensor:
         x, ids, weights = dense(x), dense(ids), dense(weights)
         rows, d = x.shape

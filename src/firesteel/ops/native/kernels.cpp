@@ -1,12 +1,14 @@
 // Register kernels of one kind of weight (-DKIND, -DTASK): each output element is one
 // FMA chain over K in ascending k. Kernels vectorise over columns, so rows never meet.
 // An FP4 kernel keeps its sums in units of the group's scale: powers of two, so the bits
-// are those of the plain chain.
+// are those of the plain chain. Weights are read once per few rows, so a product of few
+// rows waits for memory: kernels ask for lines well ahead of their use.
 #include "weight.cpp"
 
 constexpr int WIDE = TILE / VW;                    // vectors of a whole tile
 constexpr int MANY = VW >= 16 || VW == 4 ? 2 : 1;  // vectors of a kernel of 7 to 12 rows
 constexpr int SOME = VW >= 16 || VW == 4 ? 4 : 2;  // of 3 to 6 rows
+constexpr i64 AHEAD = 48 * TILE;                   // words between a line's use and its request
 
 // ---- FP4: table look-up by code ----------------------------------------------------
 INLINE vf fp4_table() {
@@ -61,6 +63,12 @@ struct Sums {
   }
 };
 
+template <int NV>
+INLINE void request(const u32* w) {  // into the second level; past a weight's end it does no harm
+  UNROLL
+  for (int v = 0; v < NV * VW; v += 16) __builtin_prefetch(w + AHEAD + v, 0, 2);
+}
+
 template <int J, int MR, int NV>
 INLINE void fp4_step(Sums<MR, NV>& s, const u32* w, i64 ld, vf table) {
   vf b[NV];
@@ -83,7 +91,9 @@ INLINE void fp4_chain(Sums<MR, NV>& s, i64 ld, i64 k, const u32* w, i64 at, i64 
       for (int r = 0; r < MR; r++) s.acc[r][v] *= ratio;
     }
     const u32* p = w + width / 4 + at;
+    __builtin_prefetch(w + AHEAD, 0, 2);
     for (int q = 0; q < 4; q++, p += width) {
+      request<NV>(p);
       fp4_step<0>(s, p, ld, table);
       fp4_step<1>(s, p, ld, table);
       fp4_step<2>(s, p, ld, table);
@@ -105,6 +115,7 @@ template <int MR, int NV>
 INLINE void bf16_chain(Sums<MR, NV>& s, i64 ld, i64 k, const u32* w, i64 width) {
   vf b[NV];
   for (i64 i = 0; i < k / 2; i++, w += width) {
+    request<NV>(w);
     UNROLL
     for (int v = 0; v < NV; v++) b[v] = (vf)(load_bits(w + v * VW) << 16);
     s.add(b, ld, 0);
@@ -124,6 +135,7 @@ template <int MR, int NV>
 INLINE void f32_chain(Sums<MR, NV>& s, i64 ld, i64 k, const u32* w, i64 width) {
   vf b[NV];
   for (i64 i = 0; i < k; i++, w += width) {
+    request<NV>(w);
     UNROLL
     for (int v = 0; v < NV; v++) b[v] = (vf)load_bits(w + v * VW);
     s.add(b, ld, 0);

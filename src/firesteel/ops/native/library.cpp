@@ -10,8 +10,14 @@
 
 #include "attention.cpp"
 
+#include "context.cpp"
+
 #include "moe.cpp"
+
+#include "stage.cpp"
 
 #include "tail.cpp"
 
 #include "step.cpp"
+
+#include "draft.cpp"

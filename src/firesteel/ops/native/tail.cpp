@@ -16,18 +16,53 @@ struct Key {
   u32 k0, k1, position, stream, high;
 };
 
-// First word of Philox4x32-10 (Salmon et al., 2011) for ids id .. id + n - 1
+// Each 64-bit lane is one counter; what stands in its upper half never reaches a lower one.
+typedef u64 vq __attribute__((vector_size(VW * 4)));
+typedef u32 vhalf __attribute__((vector_size(VW * 2)));
+
+INLINE vq times(vq a, vq b) {  // of the lower halves
+#if defined(__AVX512F__)
+  return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vq)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+INLINE vq upper(vq a) {  // the upper halves, lowered; a shuffle leaves the multiplier's port alone
+#if defined(__AVX512F__)
+  return (vq)_mm512_shuffle_epi32((__m512i)a, (_MM_PERM_ENUM)0xF5);
+#else
+  return a >> 32;
+#endif
+}
+
+// First word of Philox4x32-10 (Salmon et al., 2011) for ids id .. id + n - 1; `out` has room
+// for whole vectors
 static void philox(const Key& key, u32 id, i64 n, u32* out) {
-  for (i64 i = 0; i < n; i++) {
-    u32 c0 = id + (u32)i, c1 = key.position, c2 = key.stream, c3 = key.high, k0 = key.k0, k1 = key.k1;
+  constexpr int L = VW / 2;
+  vq lane, zero = {}, k0[10], k1[10];
+  for (int l = 0; l < L; l++) lane[l] = (u64)l;
+  for (u32 i = 0; i < 10; i++) {
+    k0[i] = zero + (u32)(key.k0 + i * 0x9E3779B9u);
+    k1[i] = zero + (u32)(key.k1 + i * 0xBB67AE85u);
+  }
+  vq m0 = zero + 0xD2511F53u, m1 = zero + 0xCD9E8D57u;
+  for (i64 i = 0; i < n; i += VW) {
+    vhalf words[2];
+    for (int part = 0; part < 2; part++) {
+      vq c0 = lane + (u64)(u32)(id + (u32)i + part * L);
+      vq c1 = zero + key.position, c2 = zero + key.stream, c3 = zero + key.high;
 #pragma GCC unroll 10
-    for (int round = 0; round < 10; round++) {
-      u64 p0 = (u64)c0 * 0xD2511F53u, p1 = (u64)c2 * 0xCD9E8D57u;
-      u32 a = (u32)(p1 >> 32) ^ c1 ^ k0, b = (u32)(p0 >> 32) ^ c3 ^ k1;
-      c0 = a, c1 = (u32)p1, c2 = b, c3 = (u32)p0;
-      k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+      for (int round = 0; round < 10; round++) {
+        vq p0 = times(c0, m0), p1 = times(c2, m1);
+        c0 = upper(p1) ^ c1 ^ k0[round], c2 = upper(p0) ^ c3 ^ k1[round];
+        c1 = p1, c3 = p0;
+      }
+      words[part] = __builtin_convertvector(c0, vhalf);
     }
-    out[i] = c0;
+    std::memcpy(out + i, words, sizeof words);
   }
 }
 
@@ -40,12 +75,6 @@ INLINE float gumbel1(u32 word) { return -log1(-log1p1(-uniform1(word))); }
 
 constexpr i64 CHUNK = 256;
 
-static void perturb(const float* x, float heat, const Key& key, u32 id, i64 n, float* out) {  // n <= CHUNK
-  u32 words[CHUNK];
-  philox(key, id, n, words);
-  for (i64 i = 0; i < n; i++) out[i] = x[i] + heat * gumbel1(words[i]);
-}
-
 EXPORT void fs_gumbel(const u32* words, i64 n, float* out) {  // for tests of the noise
   for (i64 i = 0; i < n; i++) out[i] = gumbel1(words[i]);
 }
@@ -57,7 +86,14 @@ struct PhiloxArgs {
   u32* out;
 };
 
-EXPORT void fs_philox(const PhiloxArgs* a) { philox(a->key, a->id, a->n, a->out); }
+EXPORT void fs_philox(const PhiloxArgs* a) {
+  for (i64 at = 0; at < a->n; at += CHUNK) {
+    u32 words[CHUNK];
+    i64 n = std::min(CHUNK, a->n - at);
+    philox(a->key, a->id + (u32)at, n, words);
+    std::memcpy(a->out + at, words, n * sizeof(u32));
+  }
+}
 
 // Largest value; NaN and +inf set `odd`.
 static float largest(const float* x, i64 n, bool* odd) {
@@ -83,27 +119,65 @@ INLINE Key key_of(const SampleArgs* a, i64 r) {
   return {(u32)a->seed_lo[slot], (u32)a->sample[slot], (u32)a->positions[r], (u32)a->stream, (u32)a->seed_hi[slot]};
 }
 
+// Largest noise word that can lift a logit of at most `most` above `bar`. The margins cover
+// the rounding of scores; a score grows with its logit, so `most` stands for all.
+static u32 word_bound(float most, float bar, float heat) {
+  double need = ((double)bar - most - 1e-5 * (std::fabs((double)bar) + std::fabs((double)most))) / heat - 1e-3;
+  double share = -std::expm1(-std::exp(-need));  // of the words whose noise is that large
+  return share < 0.999 ? (u32)(share * 4294967296.0) + 1 : 0xffffffffu;  // NaN: all
+}
+
+struct Contenders {  // tokens of a chunk that may beat a score, ascending
+  i64 count;
+  u32 place[CHUNK + VW];
+  float score[CHUNK];
+};
+
+static void contend(const float* x, i64 n, u32 bound, float heat, const Key& key, u32 id, Contenders* c) {
+  alignas(64) u32 words[CHUNK];
+  philox(key, id, n, words);
+  i64 m = 0, i = 0;
+#if defined(__AVX512F__)
+  __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; i + 16 <= n; i += 16) {
+    __m512i w = _mm512_loadu_si512(words + i);
+    __mmask16 low = _mm512_cmple_epu32_mask(w, _mm512_set1_epi32((int)bound));
+    if (!low) continue;
+    _mm512_storeu_si512(c->place + m, _mm512_maskz_compress_epi32(low, _mm512_add_epi32(lane, _mm512_set1_epi32((int)i))));
+    m += __builtin_popcount(low);
+  }
+#endif
+  for (; i < n; i++) {
+    c->place[m] = (u32)i;
+    m += words[i] <= bound;
+  }
+  for (i = 0; i < m; i++) c->score[i] = x[c->place[i]] + heat * gumbel1(words[c->place[i]]);
+  c->count = m;
+}
+
 // Lowest id with the best score; false for NaN, +inf or nothing to choose from.
 static bool sample_row(const SampleArgs* a, const float* logits, i64 r) {
-  float heat = a->temperature[a->slots[r]], top = -INFINITY, highest = -INFINITY, noisy[CHUNK];
+  float heat = a->temperature[a->slots[r]], top = -INFINITY, highest = -INFINITY;
   Key key = key_of(a, r);
   i64 best = 0;
   bool odd = false;
+  Contenders c;
   for (i64 at = 0; at < a->vocab; at += CHUNK) {
     i64 n = std::min(CHUNK, a->vocab - at);
-    const float* score = logits + at;
-    float most = largest(score, n, &odd);
+    const float* x = logits + at;
+    float most = largest(x, n, &odd);
     highest = std::max(highest, most);
     if (heat > 0.0f) {
-      bool unused = false;
-      perturb(score, heat, key, (u32)at, n, noisy);
-      most = largest(score = noisy, n, &unused);
+      if (!(most > -INFINITY)) continue;
+      contend(x, n, word_bound(most, top, heat), heat, key, (u32)at, &c);
+      for (i64 i = 0; i < c.count; i++)
+        if (c.score[i] > top) top = c.score[i], best = at + c.place[i];
+    } else if (most > top) {
+      top = most;
+      i64 i = 0;
+      while (i < n - 1 && x[i] != most) i++;
+      best = at + i;
     }
-    if (!(most > top)) continue;
-    top = most;
-    i64 i = 0;
-    while (i < n - 1 && score[i] != most) i++;
-    best = at + i;
   }
   a->tokens[r] = best;
   return !odd && highest > -INFINITY;
@@ -158,30 +232,42 @@ struct PickArgs {
   float* margin;
 };
 
+struct Best {
+  float top = -INFINITY, second = -INFINITY;
+  i64 id = 0;
+  void see(float score, i64 token) {
+    if (score > top)
+      second = top, top = score, id = token;
+    else if (score > second)
+      second = score;
+  }
+};
+
 // Best and second best perturbed logit; the token goes into the slot's history.
 static void pick_row(const PickArgs* p, i64 g) {
   const SampleArgs* a = &p->sample;
   const float* logits = a->logits + g * a->vocab;
-  float heat = a->temperature[a->slots[g]], top = -INFINITY, second = -INFINITY, noisy[CHUNK];
+  float heat = a->temperature[a->slots[g]];
   Key key = key_of(a, g);
   key.stream = (u32)p->streams[g];
-  i64 best = 0;
+  Best best;
+  Contenders c;
   for (i64 at = 0; at < a->vocab; at += CHUNK) {
     i64 n = std::min(CHUNK, a->vocab - at);
-    const float* score = logits + at;
-    if (heat > 0.0f) perturb(score, heat, key, (u32)at, n, noisy), score = noisy;
+    const float* x = logits + at;
     bool unused = false;
-    if (!(largest(score, n, &unused) > second)) continue;
-    for (i64 i = 0; i < n; i++) {
-      if (score[i] > top)
-        second = top, top = score[i], best = at + i;
-      else if (score[i] > second)
-        second = score[i];
+    float most = largest(x, n, &unused);
+    if (heat > 0.0f) {
+      if (!(most > -INFINITY)) continue;
+      contend(x, n, word_bound(most, best.second, heat), heat, key, (u32)at, &c);
+      for (i64 i = 0; i < c.count; i++) best.see(c.score[i], at + c.place[i]);
+    } else if (most > best.second) {
+      for (i64 i = 0; i < n; i++) best.see(x[i], at + i);
     }
   }
-  a->tokens[g] = best;
-  p->margin[g] = (top - second) / (heat > 0.0f ? heat : 1.0f);
-  p->history[a->slots[g] * p->length + a->positions[g]] = best;
+  a->tokens[g] = best.id;
+  p->margin[g] = (best.top - best.second) / (heat > 0.0f ? heat : 1.0f);
+  p->history[a->slots[g] * p->length + a->positions[g]] = best.id;
 }
 
 EXPORT void fs_walk_pick(const PickArgs* p) {

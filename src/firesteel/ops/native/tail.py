@@ -1,4 +1,4 @@
-"""The library's part before and after the model: rows, sampling, drafts, commit."""
+"""The library's part before and after the model: rows, sampling, commit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from firesteel.core import RowBatch, SampleRows, Verdict
 from firesteel.ops.native.library import dense, function
-from firesteel.ops.reference.noise import DRAFT, PASS_SHIFT, TARGET
+from firesteel.ops.reference.noise import TARGET
 from firesteel.ops.reference.tail import ReferenceOps
-from firesteel.ops.types import Linear, MarkovHead, Numerics, PromptRows, Proposal, SlotState
+from firesteel.ops.types import Linear, Numerics, PromptRows, SlotState
 
 
 class NativeTail(ReferenceOps):
@@ -20,8 +20,6 @@ class NativeTail(ReferenceOps):
         self._official = int(numerics.official)
         self._sample = function("sample", "13q")
         self._head_sample = function("head_sample", "14q")
-        self._walk_logits = function("walk_logits", "9q")
-        self._walk_pick = function("walk_pick", "17q")
         self._build_rows = function("build_rows", "30q")
         self._commit = function("commit", "23q")
 
@@ -126,46 +124,3 @@ class NativeTail(ReferenceOps):
         given = (x.data_ptr(), x.shape[0], vocab, slots.data_ptr(), positions.data_ptr())
         seed = (state.seed_lo.data_ptr(), state.seed_hi.data_ptr(), state.sample.data_ptr())
         return (*given, *seed, state.temperature.data_ptr(), TARGET)
-
-    def markov_walk(
-        self,
-        base: Tensor,
-        z: Tensor,
-        head: MarkovHead,
-        slots: Tensor,
-        state: SlotState,
-        *,
-        shaped: bool,
-        rejection: bool,
-        keep_logits: bool,
-    ) -> Proposal:
-        base, slots = dense(base), dense(slots)
-        groups, depth, vocab = base.shape
-        w1, rank, limit = dense(head.w1), head.w2.k, state.history.shape[1] - 1
-        start = state.cursor[slots]
-        stream = torch.full_like(slots, TARGET)
-        if rejection:
-            stream = DRAFT + (state.passes[slots] << PASS_SHIFT)
-        places = (start + torch.arange(depth + 1).unsqueeze(-1)).clamp_max(limit)  # [K + 1, G]
-        tokens = torch.empty(depth + 1, groups, dtype=torch.int64)
-        torch.index_select(state.anchor, 0, slots, out=tokens[0])
-        state.history[slots, places[0]] = tokens[0]
-        margin = torch.empty(depth, groups)
-        embedded, logits = torch.empty(depth, groups, rank), torch.empty(depth, groups, vocab)
-        flags, at = self._flags(), base.data_ptr()
-        assert state.history.is_contiguous(), "the history is written in place"
-        more = (stream.data_ptr(), state.history.data_ptr(), limit + 1)
-        for j in range(depth):
-            into = (embedded[j].data_ptr(), logits[j].data_ptr(), flags)
-            weights = (w1.data_ptr(), tokens[j].data_ptr(), head.w2.data.address)
-            self._walk_logits(*weights, at + 4 * j * vocab, depth * vocab, groups, *into)
-            if shaped:
-                logits[j] = self.shape(logits[j], slots, places[j + 1], state)
-            fields = self._sampling_fields(logits[j], vocab, slots, places[j + 1], state)
-            self._walk_pick(*fields, tokens[j + 1].data_ptr(), 0, flags, *more, margin[j].data_ptr())
-        confidence = None
-        if head.confidence is not None:
-            joined = torch.cat((z, embedded.transpose(0, 1)), -1)
-            confidence = self.linear_f32(joined.flatten(0, 1), head.confidence).view(groups, depth)
-        kept = logits.transpose(0, 1).contiguous() if keep_logits else None
-        return Proposal(tokens[1:].t().contiguous(), margin.t().contiguous(), confidence, kept)

@@ -196,7 +196,7 @@ struct Buffer {
   ~Buffer() { std::free(data); }
 };
 
-enum Place { QUANT, GATHER, INNER, PARTS, SHARED, RAW, MIX, QT, SCORES, EXTRA, PLACES };
+enum Place { QUANT, GATHER, INNER, PARTS, SHARED, RAW, MIX, QT, SCORES, EXTRA, STAGE, PLACES };
 
 template <class T = float>
 static T* scratch(Place place, i64 count) {  // this thread's buffer, 64-byte aligned, grows only

@@ -136,6 +136,7 @@ class ReferenceMatrix(Ops):
         experts: Experts,
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
+        valid: Tensor | None = None,
     ) -> Tensor:
         rows, k = ids.shape
         xq = self._input(x, experts.quantised)

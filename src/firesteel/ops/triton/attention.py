@@ -1,10 +1,12 @@
 """Attention of rows over window and compressed entries: one kernel for the target, another mode for the drafter.
 
-K = V is one vector shared by all heads, so the heads of a row are the M side of
-``tl.dot``. A program takes one row, up to 64 heads and one part of its keys: part 0
-the window and the first ``PART`` entries, every further part ``PART`` entries. Parts
-of a row depend on its own position alone; those of a row with several are merged
-in ascending order by a second kernel. Masked lanes hold zeros as keys and values.
+K = V is one vector shared by all heads. Keys are the M side of the first product and
+dims that of the second; the heads of a row are the N side of both, so that a program may
+take any number of them without touching a bit. A program takes one row, some heads and
+one part of its keys: part 0 the window and the first ``PART`` entries, every further
+part ``PART`` entries. Parts of a row depend on its own position alone; those of a row
+with several are merged in ascending order by a second kernel. Masked lanes hold zeros
+as keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
 from firesteel.ops.triton.rounding import on_grid, operand, rotation
 from firesteel.ops.triton.spec import Spec
@@ -33,15 +35,24 @@ NONE, ALL, CHOSEN = (tl.constexpr(i) for i in range(3))  # which entries a row s
 
 
 @triton.jit
-def _add_keys(q, keys, valid, top, total, acc, scale):
-    """One tile of keys [BN, BD] into a running softmax (base 2); ``scale`` holds log2 e."""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    best = tl.maximum(top, tl.max(scores, axis=1))
-    fade = tl.exp2(top - best)
-    p = tl.exp2(scores - best[:, None])
-    total = total * fade + tl.sum(p, axis=1)
-    acc = tl.dot(p.to(keys.dtype), keys, acc * fade[:, None], input_precision="ieee")
+def _add_keys(q, keys, valid, top, total, acc, scale, real):
+    """One tile of keys [BN, BD] into a running softmax (base 2) of q [BD, BH]; ``scale`` holds log2 e.
+
+    ``real`` is true: behind a branch the compiler no longer sees that one product feeds the
+    other, for which it would give every warp group all of the first.
+    """
+    scores = tl.dot(keys, q, input_precision="ieee") * scale
+    scores = tl.where(valid[:, None], scores, float("-inf"))
+    best = tl.maximum(top, tl.max(scores, axis=0))
+    if real:
+        fade = tl.exp2(top - best)
+        p = tl.exp2(scores - best[None, :])
+        total = total * fade + tl.sum(p, axis=0)
+        narrow = p.to(keys.dtype)
+    else:
+        fade = tl.zeros_like(top)
+        narrow = tl.zeros_like(scores).to(keys.dtype)
+    acc = tl.dot(tl.trans(keys), narrow, acc * fade[None, :], input_precision="ieee")
     return best, total, acc
 
 
@@ -50,17 +61,14 @@ def _window_rows(
     kv_ptr,
     ring_ptr,
     i,
-    position,
-    start,
-    first,
-    last,
-    slot,
+    place,
     D: tl.constexpr,
     SPAN: tl.constexpr,
     RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(addresses, validity) of raw rows i: of the pass from ``kv``, older ones from the ring."""
+    """Addresses of raw rows i, 0 where there is none: of the pass from ``kv``, older ones from the ring."""
+    position, start, first, last, slot = place
     if BLOCK:  # SPAN rows before the group, then all of the group
         want = start - SPAN + i
         here = i >= SPAN
@@ -71,43 +79,50 @@ def _window_rows(
         here = want >= start
         source = first + want - start
         valid = (want >= 0) & (i < SPAN)
-    older = ring_ptr + slot * (RING * D) + tl.maximum(want, 0) % RING * D
-    pointer = tl.where(here, kv_ptr + source * D, older)
-    if (
-        D % 8 == 0
-    ):  # rows begin at 16 bytes; Triton 3.8 does not see it through a select and loads 2 bytes at a time
-        pointer = tl.multiple_of(pointer, 16)  # lost if another function does this
-    return pointer, valid
+    older = (ring_ptr + slot * (RING * D) + tl.maximum(want, 0) % RING * D).to(tl.int64)
+    return tl.where(valid, tl.where(here, (kv_ptr + source * D).to(tl.int64), older), 0)
 
 
 @triton.jit
-def _entry_rows(
+def _part_keys(
+    lane,
+    lo,
+    hi,
+    most,
+    kv_ptr,
+    ring_ptr,
     entry_ptr,
     chosen_ptr,
     page_ptr,
-    i,
-    hi,
-    slot,
-    columns,
+    place,
     page_stride,
     D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    RING: tl.constexpr,
     PER_PAGE: tl.constexpr,
     KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """(addresses, validity) of the row's entries i < hi, or of those that a selection lists there.
+    """Addresses of a part's keys, 0 where there is none: WINDOW lanes for raw rows, the others for entries lo ... hi.
 
-    Lanes of a window tile have i < 0; they read entry 0 and are not looked at.
+    ``most``: how many entries, or columns of a selection, are addressable.
+
+    All of them at once and each by one thread: found tile by tile, every thread would
+    find those of all rows that it copies, and wait for the two loads they hang on.
     """
-    valid = i < hi
-    i = tl.maximum(i, 0)
-    if KIND == CHOSEN:
-        entry = tl.load(chosen_ptr + i, mask=valid, other=-1).to(tl.int32)
-        valid = entry >= 0
-        entry = tl.maximum(entry, 0)
-    else:
-        entry = i
-    page = tl.load(page_ptr + slot * columns + entry // PER_PAGE, mask=valid, other=0)
-    return entry_ptr + page * page_stride + (entry % PER_PAGE) * D, valid
+    address = _window_rows(kv_ptr, ring_ptr, lane, place, D, SPAN, RING, BLOCK)
+    if KIND != NONE:
+        entry = lo + lane - WINDOW
+        seen = (lane >= WINDOW) & (entry < hi)
+        inside = (lane >= WINDOW) & (entry < most)  # loads that need not wait for the row's position
+        if KIND == CHOSEN:
+            entry = tl.load(chosen_ptr + entry, mask=inside, other=-1).to(tl.int32)
+            seen, inside = seen & (entry >= 0), entry >= 0
+        page = tl.load(page_ptr + entry // PER_PAGE, mask=inside, other=0)
+        other = (entry_ptr + page * page_stride + (entry % PER_PAGE) * D).to(tl.int64)
+        address = tl.where(lane < WINDOW, address, tl.where(seen, other, 0))
+    return address
 
 
 @triton.jit
@@ -126,20 +141,21 @@ def _finish(
     HALF: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
-    """Store acc / total with its last 2*HALF dims turned back by the row's angle.
+    """Store acc [BD, BH] / total with its last 2*HALF dims turned back by the row's angle.
 
     Those dims go through memory: turning them in the accumulator's layout would
     need more registers than there are.
     """
     out_ptr += row * (H * D)
     base = head[:, None] * D
-    inside = (head < H)[:, None]
+    live = (head < H)[:, None]
+    inside = live
     if BD > D:
         inside = inside & (lane < D)[None, :]
-    tl.store(out_ptr + base + lane[None, :], (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    y = tl.trans((acc / total[None, :]).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + base + lane[None, :], y, mask=inside)
     tl.debug_barrier()
     turn = D - 2 * HALF + tl.arange(0, 2 * HALF)[None, :]
-    live = (head < H)[:, None]
     x = tl.load(out_ptr + base + turn, mask=live, other=0.0).to(tl.float32)
     partner = tl.load(out_ptr + base + (turn ^ 1), mask=live, other=0.0).to(tl.float32)
     cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, turn, D - 2 * HALF, D)
@@ -191,6 +207,7 @@ def attend(
     BH: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
+    KEYS: tl.constexpr,
     SPAN: tl.constexpr,
     WINDOW_TILES: tl.constexpr,
     RING: tl.constexpr,
@@ -201,8 +218,10 @@ def attend(
     SIZE: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(2)
+    begin()
+    groups: tl.constexpr = (H + BH - 1) // BH
+    row = (tl.program_id(0) // groups).to(tl.int64)
+    part = tl.program_id(1)
     position = tl.load(position_ptr + row).to(tl.int32)
     count = _visible(position, chosen, RATIO, KIND)
     lo = part * SIZE
@@ -210,55 +229,42 @@ def attend(
         return
     hi = tl.minimum(lo + SIZE, count)
     slot = tl.load(slot_ptr + row)
-    head = tl.program_id(1) * BH + tl.arange(0, BH)
+    first = tl.load(first_ptr + row).to(tl.int32)
+    last = tl.load(last_ptr + row).to(tl.int32)
+    start = tl.load(position_ptr + first).to(tl.int32)
+    head = tl.program_id(0) % groups * BH + tl.arange(0, BH)
     lane = tl.arange(0, BD)
     inside = (head < H)[:, None]
     if BD > D:
         inside = inside & (lane < D)[None, :]
     at = head[:, None] * D + lane[None, :]
-    q = operand(tl.load(q_ptr + row * (H * D) + at, mask=inside, other=0.0), OFFICIAL)
-    acc = tl.zeros([BH, BD], tl.float32)
+    q = tl.trans(operand(tl.load(q_ptr + row * (H * D) + at, mask=inside, other=0.0), OFFICIAL))
+    acc = tl.zeros([BD, BH], tl.float32)
     sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * 1.4426950408889634
     top = tl.where(part == 0, sink, LOWEST)  # the sink counts once, in part 0
     total = tl.where(part == 0, tl.full([BH], 1.0, tl.float32), 0.0)
-    first = tl.load(first_ptr + row).to(tl.int32)
-    last = tl.load(last_ptr + row).to(tl.int32)
-    start = tl.load(position_ptr + first).to(tl.int32)
-    begin = tl.where(part == 0, 0, WINDOW_TILES + lo // BN)
-    for tile in range(begin, WINDOW_TILES + (hi + BN - 1) // BN):
-        i = tile * BN + tl.arange(0, BN)
-        pointer, valid = _window_rows(
-            kv_ptr, ring_ptr, i, position, start, first, last, slot, D, SPAN, RING, BLOCK
-        )
-        if KIND != NONE:
-            raw = tile < WINDOW_TILES
-            more, seen = _entry_rows(
-                entry_ptr,
-                chosen_ptr + row * chosen,
-                page_ptr,
-                i - WINDOW_TILES * BN,
-                hi,
-                slot,
-                columns,
-                page_stride,
-                D,
-                PER_PAGE,
-                KIND,
-            )
-            pointer = tl.where(raw, pointer, more)
-            if D % 8 == 0:  # see _window_rows
-                pointer = tl.multiple_of(pointer, 16)
-            valid = tl.where(raw, valid, seen)
-        inside_keys = valid[:, None]
+    window: tl.constexpr = WINDOW_TILES * BN
+    addresses = _part_keys(
+        tl.arange(0, KEYS), lo, hi, chosen if KIND == CHOSEN else columns * PER_PAGE, kv_ptr, ring_ptr, entry_ptr,
+        chosen_ptr + row * chosen, page_ptr + slot * columns, (position, start, first, last, slot), page_stride,
+        D, window, SPAN, RING, PER_PAGE, KIND, BLOCK,
+    )  # fmt: skip
+    for tile in range(tl.where(part == 0, 0, WINDOW_TILES), WINDOW_TILES + (hi - lo + BN - 1) // BN):
+        # the pipeline looks at tiles past the last one: a lane beyond the list would lie outside of shared memory
+        address = tl.gather(addresses, tl.minimum(tile * BN + tl.arange(0, BN), KEYS - 1), 0)
+        pointer = address.to(tl.pointer_type(kv_ptr.dtype.element_ty))
+        if D % 8 == 0:  # rows begin at 16 bytes
+            pointer = tl.multiple_of(pointer, 16)
+        inside_keys = (address != 0)[:, None]
         if BD > D:
             inside_keys = inside_keys & (lane < D)[None, :]
-        keys = tl.load(pointer[:, None] + lane[None, :], mask=inside_keys, other=0.0)
-        top, total, acc = _add_keys(q, operand(keys, OFFICIAL), valid, top, total, acc, scale)
+        keys = operand(tl.load(pointer[:, None] + lane[None, :], mask=inside_keys, other=0.0), OFFICIAL)
+        top, total, acc = _add_keys(q, keys, address != 0, top, total, acc, scale, rows > 0)
     if count <= SIZE:
         _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
     else:
         line = (part.to(tl.int64) * rows + row) * H
-        tl.store(acc_ptr + line * D + at, acc, mask=inside)
+        tl.store(acc_ptr + line * D + at, tl.trans(acc), mask=inside)
         tl.store(stat_ptr + line * 2 + head * 2, top, mask=head < H)
         tl.store(stat_ptr + line * 2 + head * 2 + 1, total, mask=head < H)
 
@@ -283,6 +289,7 @@ def merge_parts(
     SIZE: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     count = _visible(tl.load(position_ptr + row).to(tl.int32), chosen, RATIO, KIND)
     if count <= SIZE:
@@ -293,7 +300,7 @@ def merge_parts(
     if BD > D:
         inside = inside & (lane < D)[None, :]
     at = head[:, None] * D + lane[None, :]
-    acc = tl.zeros([BH, BD], tl.float32)
+    acc = tl.zeros([BD, BH], tl.float32)
     top = tl.full([BH], LOWEST, tl.float32)
     total = tl.zeros([BH], tl.float32)
     for part in range((count + SIZE - 1) // SIZE):
@@ -303,8 +310,8 @@ def merge_parts(
         best = tl.maximum(top, more)
         fade, weight = tl.exp2(top - best), tl.exp2(more - best)
         total = total * fade + tl.load(stat + 1, mask=head < H, other=1.0) * weight
-        add = tl.load(acc_ptr + line * D + at, mask=inside, other=0.0)
-        acc = acc * fade[:, None] + add * weight[:, None]
+        add = tl.trans(tl.load(acc_ptr + line * D + at, mask=inside, other=0.0))
+        acc = acc * fade[None, :] + add * weight[None, :]
         top = best
     _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
 
@@ -319,17 +326,30 @@ class Shape:
     options: dict[str, int]
 
 
-def shape_of(heads: int, dim: int, official: bool, target: Target) -> Shape:
-    """Constants of a geometry; they never depend on the pass."""
+SPREAD = 132  # programs that a pass of few rows is spread over: multiprocessors of an H200
+
+
+def shape_of(heads: int, dim: int, official: bool, target: Target, rows: int) -> Shape:
+    """Tiles of a geometry.
+
+    Only the heads of a program follow the row count: they are the N side of both products,
+    and few rows leave multiprocessors idle unless a row's heads are spread over several.
+    """
     bd = max(16, pow2(dim))
     wide = bd >= 256  # the accumulator decides how many registers are left
     if not official:
         return Shape(16, bd, 16 if wide else 64, {"num_warps": 4, "num_stages": 1})
-    amd = target.backend == "hip"
-    half = wide and (amd or target.name == "sm_100")  # 64 heads spill there
-    bh = max(16, min(32 if half else 64, pow2(heads)))
-    options = {"num_warps": 8 if wide and not amd else 4, "num_stages": 2 if wide else 1}
-    return Shape(bh, bd, 32 if wide else 64, {**options, **(AMD if amd else {})})
+    if target.backend == "hip":
+        return Shape(
+            max(16, min(32 if wide else 64, pow2(heads))), bd, 32 if wide else 64, {"num_warps": 4, **AMD}
+        )
+    if not wide:
+        return Shape(max(16, min(64, pow2(heads))), bd, 64, {"num_warps": 4, "num_stages": 1})
+    most = next((n for n in (16, 32) if rows * cdiv(heads, n) <= SPREAD), 64)
+    bh = 16 if target.name == "sm_100" else max(16, min(most, pow2(heads)))
+    return Shape(
+        bh, bd, 64, {"num_warps": 4, "num_stages": 3} if bh == 16 else {"num_warps": 8, "num_stages": 2}
+    )
 
 
 def attention(
@@ -356,7 +376,12 @@ def attention(
     assert entries is None or entries.dtype == window.dtype, "rings and entries have one dtype"
     if kv.dtype != window.dtype:  # one pointer type for rows of the pass and of the ring
         kv = kv.to(window.dtype)
-    q, kv, (cos, sin), s = dense(q), dense(kv), angles(table, ctx), shape_of(heads, dim, official, target)
+    q, kv, (cos, sin), s = (
+        dense(q),
+        dense(kv),
+        angles(table, ctx),
+        shape_of(heads, dim, official, target, rows),
+    )
     kind, chosen, most, per_page = NONE, 0, 0, 1
     if entries is not None:
         assert entries.stride()[1:] == (dim, 1), "the entries of a page lie in order"
@@ -370,8 +395,8 @@ def attention(
     scratch = (parts if parts > 1 else 0) * rows * heads
     acc = torch.empty(scratch, dim, dtype=torch.float32, device=q.device)
     stat = torch.empty(scratch, 2, dtype=torch.float32, device=q.device)
-    grid = (rows, cdiv(heads, s.heads), parts)
-    r, window_keys = ctx.rows, span + ctx.block
+    grid = (rows * cdiv(heads, s.heads), parts)
+    r, tiles = ctx.rows, cdiv(span + ctx.block, s.keys)
     attend[grid](
         q,
         kv,
@@ -400,8 +425,9 @@ def attention(
         BH=s.heads,
         BD=s.dims,
         BN=s.keys,
+        KEYS=pow2(tiles * s.keys + (PART if kind else 0)),
         SPAN=span,
-        WINDOW_TILES=cdiv(window_keys, s.keys),
+        WINDOW_TILES=tiles,
         RING=window.shape[1],
         RATIO=max(ratio, 1),
         PER_PAGE=per_page,
@@ -414,25 +440,9 @@ def attention(
     if parts > 1:
         some = min(s.heads, 16)
         merge_parts[(rows, cdiv(heads, some))](
-            acc,
-            stat,
-            r.positions,
-            cos,
-            sin,
-            out,
-            rows,
-            chosen,
-            H=heads,
-            D=dim,
-            HALF=cos.shape[1],
-            BH=some,
-            BD=s.dims,
-            RATIO=max(ratio, 1),
-            KIND=kind.value,
-            SIZE=PART,
-            OFFICIAL=official,
-            num_warps=4,
-        )
+            acc, stat, r.positions, cos, sin, out, rows, chosen, H=heads, D=dim, HALF=cos.shape[1], BH=some,
+            BD=s.dims, RATIO=max(ratio, 1), KIND=kind.value, SIZE=PART, OFFICIAL=official, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -446,27 +456,37 @@ def _specs() -> list[Spec]:
         float="scale",
     )
     out: list[Spec] = []
-    narrow = {**AMD, "BH": 32, "num_warps": 4}
     for name, kind, ratio in (
         ("window", NONE, 4),
         ("block", NONE, 4),
         ("all", ALL, 128),
         ("chosen", CHOSEN, 4),
     ):
-        block = name == "block"
-        tiles = {"BH": 64, "BN": 32, "SPAN": 128, "WINDOW_TILES": 5 if block else 4, "RING": 152}
-        entries = {"RATIO": ratio, "PER_PAGE": 256 // ratio, "KIND": kind.value, "BLOCK": block}
-        out.append(
-            Spec(
-                f"attention_{name}_official",
-                attend,
-                signature,
-                {**shape, **tiles, **entries},
-                {"num_warps": 8, "num_stages": 2},
-                aligned=("page_stride",),
-                overrides={"gfx942": narrow, "gfx950": narrow, "sm_100": {"BH": 32}},
+        keys = 128 + (32 if name == "block" else 0)
+        most = PART if kind != NONE else 0
+        entries = {"RATIO": ratio, "PER_PAGE": 256 // ratio, "KIND": kind.value, "BLOCK": name == "block"}
+
+        def tiles(bn: int, keys: int = keys, most: int = most) -> dict[str, int]:
+            return {"BN": bn, "WINDOW_TILES": cdiv(keys, bn), "KEYS": pow2(cdiv(keys, bn) * bn + most)}
+
+        narrow = {**AMD, **tiles(32), "BH": 32, "num_warps": 4}
+        for heads in (16, 32, 64):
+            few = heads == 16
+            targets = (
+                ("sm_90", "sm_100") if few else ("sm_90",) if heads == 32 else ("gfx950", "gfx942", "sm_90")
             )
-        )
+            out.append(
+                Spec(
+                    f"attention_{name}_{heads}_official",
+                    attend,
+                    signature,
+                    {**shape, **entries, **tiles(64), "BH": heads, "SPAN": 128, "RING": 152},
+                    {"num_warps": 4, "num_stages": 3} if few else {"num_warps": 8, "num_stages": 2},
+                    targets=targets,
+                    aligned=("page_stride",),
+                    overrides={"gfx942": narrow, "gfx950": narrow, "sm_100": {"num_stages": 2}},
+                )
+            )
     merge = Spec(
         "attention_merge_official",
         merge_parts,

@@ -30,10 +30,20 @@ class TritonOps(SparseOps, TailOps, MatrixOps):
         self.scratch = Scratch(self.device)
         self.store = torch.bfloat16 if numerics.official else torch.float32
 
-    # several products share what these give: it is quantised once
+    # several products share what these give: it is quantised once, in the same kernel where that can be
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return fresh(super().norm(x, norm))
+        return _fresh(super().norm(x, norm))
 
     def hyper_pre(self, h: Tensor, w: Hyper, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
         x, post, comb = super().hyper_pre(h, w, norm)
-        return fresh(x), post, comb
+        return _fresh(x), post, comb
+
+    def hyper_step(
+        self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor, w: Hyper, norm: Norm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        h, x, post, comb = super().hyper_step(f, h, post, comb, w, norm)
+        return h, _fresh(x), post, comb
+
+
+def _fresh(x: Tensor) -> Tensor:
+    return x if hasattr(x, "quantised_forms") else fresh(x)

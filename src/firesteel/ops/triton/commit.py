@@ -8,7 +8,7 @@ from torch import Tensor
 
 from firesteel.core import RowBatch, SampleRows, Verdict
 from firesteel.ops.reference.draft import MAX_MARGIN
-from firesteel.ops.triton.launch import aligned_lines, cdiv, dense, kernel, pow2
+from firesteel.ops.triton.launch import aligned_lines, begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.types import Calibration, Proposal, SlotState
 
@@ -44,11 +44,12 @@ def commit_groups(  # type: ignore[no-untyped-def]
     STOPS: tl.constexpr,
 ):
     """One sampling group: its leading hits, the first broken row, the first stop, the length limit."""
+    begin()
     group = tl.program_id(0)
     step = tl.arange(0, WIDE)
     here = step < widest
-    slot, own, begin = tl.load(slots + group), tl.load(width + group), tl.load(offset + group)
-    at = tl.minimum(begin + step, samples - 1)
+    slot, own, top = tl.load(slots + group), tl.load(width + group), tl.load(offset + group)
+    at = tl.minimum(top + step, samples - 1)
     token = tl.load(tokens + at, mask=here, other=0)
     good = tl.load(finite + at, mask=here, other=1) != 0
     tl.store(out + group * widest + step, token, mask=here)
@@ -66,7 +67,7 @@ def commit_groups(  # type: ignore[no-untyped-def]
     stop = tl.min(tl.where(here & is_stop, step, WIDE), axis=0).to(tl.int64)
     end = tl.where(stop < keep, 1, end)
     keep = tl.minimum(keep, stop + 1)
-    base = tl.load(positions + tl.load(rows + tl.minimum(begin, samples - 1))) + 1
+    base = tl.load(positions + tl.load(rows + tl.minimum(top, samples - 1))) + 1
     room = tl.load(max_len + slot) - base
     end = tl.where((room < keep) | ((room == keep) & (end == 0)), 2, end)
     keep = tl.minimum(keep, tl.maximum(room, 0))
@@ -110,54 +111,80 @@ def commit(
     return verdict
 
 
-@kernel("groups", "depth", "depths")
+@kernel("groups", "depth", "depths", "wide")
 def survive(  # type: ignore[no-untyped-def]
-    slots, temperature, margin, confidence, by_depth, by_head, by_margin, out, groups, depth, depths,
-    HEAD: tl.constexpr, LANES: tl.constexpr,
+    slots, temperature, token, margin, confidence, by_depth, by_head, by_margin, out,
+    passes, draft_len, drafts, margins, confidences, survivals, groups, depth, depths, wide,
+    HEAD: tl.constexpr, KNOWN: tl.constexpr, NOTE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Running product of calibrated probabilities, one group per lane, in order of depth."""
+    """Running product of calibrated probabilities, one group per lane, in order of depth; 1 unless KNOWN.
+
+    NOTE: all that is known of the drafts goes into the lines of their slots.
+    """
+    begin()
     group = tl.program_id(0) * LANES + tl.arange(0, LANES)
     ok = group < groups
     slot = tl.load(slots + group, mask=ok, other=0)
-    kind = (tl.load(temperature + slot, mask=ok, other=0.0) > 0.0).to(tl.int64)
-    slope, weight = tl.load(by_margin + kind), tl.load(by_head + kind)
     alive = tl.zeros((LANES,), tl.float32) + 1.0
+    slope = alive * 0.0
+    weight = slope
+    kind = (tl.load(temperature + slot, mask=ok, other=0.0) > 0.0).to(tl.int64)
+    if KNOWN:
+        slope, weight = tl.load(by_margin + kind), tl.load(by_head + kind)
+    if NOTE:
+        tl.store(passes + slot, tl.load(passes + slot, mask=ok, other=0) + 1, mask=ok)
+        tl.store(draft_len + slot, tl.zeros((LANES,), tl.int64) + depth, mask=ok)
     for j in range(depth):
-        m = tl.load(margin + group * depth + j, mask=ok, other=0.0)
-        m = tl.where(m == m, tl.minimum(tl.maximum(m, 0.0), MOST_MARGIN), 0.0)
-        u = 1.0 + m
-        rest = tl.where(u == 1.0, 1.0, u - 1.0)
-        log1p = tl.where(u == 1.0, m, tl.log(u) * (m / rest))
-        logit = tl.load(by_depth + kind * depths + j) + slope * log1p
+        at, line = group * depth + j, slot * wide + j
+        given = tl.load(margin + at, mask=ok, other=0.0)
+        if NOTE:
+            tl.store(drafts + line, tl.load(token + at, mask=ok, other=0), mask=ok)
+            tl.store(margins + line, given, mask=ok)
         if HEAD:
-            c = tl.load(confidence + group * depth + j, mask=ok, other=0.0)
-            c = tl.where(c == c, tl.minimum(tl.maximum(c, -3.0e38), 3.0e38), 0.0)
-            logit = logit + weight * c
-        alive = alive * (1.0 / (1.0 + tl.exp(-logit)))
-        tl.store(out + group * depth + j, alive, mask=ok)
+            raw = tl.load(confidence + at, mask=ok, other=0.0)
+            if NOTE:
+                tl.store(confidences + line, raw, mask=ok)
+        if KNOWN:
+            m = tl.where(given == given, tl.minimum(tl.maximum(given, 0.0), MOST_MARGIN), 0.0)
+            u = 1.0 + m
+            rest = tl.where(u == 1.0, 1.0, u - 1.0)
+            log1p = tl.where(u == 1.0, m, tl.log(u) * (m / rest))
+            logit = tl.load(by_depth + kind * depths + j) + slope * log1p
+            if HEAD:
+                c = tl.where(raw == raw, tl.minimum(tl.maximum(raw, -3.0e38), 3.0e38), 0.0)
+                logit = logit + weight * c
+            alive = alive * (1.0 / (1.0 + tl.exp(-logit)))
+        tl.store(out + at, alive, mask=ok)
+        if NOTE:
+            tl.store(survivals + line, alive, mask=ok)
 
 
-def survival(proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None) -> Tensor:
-    """Survival float32 [G, K] as of ``Ops.survival``."""
-    if calibration is None:
-        return torch.ones_like(proposal.margin)
-    margin = dense(proposal.margin)
+def survival(
+    proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None, note: bool = False
+) -> Tensor:
+    """Survival float32 [G, K] as of ``Ops.survival``; ``note``: written down as of ``Ops.note_drafts``."""
+    margin, head, known = dense(proposal.margin), proposal.confidence, calibration is not None
     groups, depth = margin.shape
     out = torch.empty_like(margin)
-    head = proposal.confidence
+    tables = (
+        (margin,) * 3 if calibration is None else (calibration.depth, calibration.head, calibration.margin)
+    )
     survive[(cdiv(max(groups, 1), LANES),)](
         dense(slots),
         state.temperature,
+        dense(proposal.tokens),
         margin,
         margin if head is None else dense(head),
-        dense(calibration.depth),
-        calibration.head,
-        calibration.margin,
+        *(dense(t) for t in tables),
         out,
+        *(state.passes, state.draft_len, state.drafts, state.margin, state.confidence, state.survival),
         groups,
         depth,
-        calibration.depth.shape[1],
+        tables[0].shape[1],
+        state.drafts.shape[1],
         HEAD=head is not None,
+        KNOWN=known,
+        NOTE=note,
         LANES=LANES,
         num_warps=2,
     )
@@ -165,7 +192,17 @@ def survival(proposal: Proposal, slots: Tensor, state: SlotState, calibration: C
 
 
 def _specs() -> list[Spec]:
-    floats = ("temperature", "margin", "confidence", "by_depth", "by_head", "by_margin")
+    floats = (
+        "temperature",
+        "margin",
+        "confidence",
+        "by_depth",
+        "by_head",
+        "by_margin",
+        "margins",
+        "confidences",
+        "survivals",
+    )
     whole = ("samples", "widest", "wide", "stops", "groups", "depth", "depths")
 
     def spec(
@@ -177,7 +214,13 @@ def _specs() -> list[Spec]:
 
     return [
         spec("commit_groups", commit_groups, {"WIDE": 8, "STOPS": 16}, 1, {}),
-        spec("survive", survive, {"HEAD": True, "LANES": LANES}, 2, {"out": "*fp32"}),
+        spec(
+            "survive",
+            survive,
+            {"HEAD": True, "KNOWN": True, "NOTE": True, "LANES": LANES},
+            2,
+            {"out": "*fp32"},
+        ),
     ]
 
 

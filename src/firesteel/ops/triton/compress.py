@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import KV_GROUP, types, warps
 from firesteel.ops.triton.rounding import e2m1_groups, e4m3_groups, on_grid, rotation
 from firesteel.ops.triton.spec import Spec
@@ -42,6 +42,7 @@ def pool_rows(
     OFFICIAL: tl.constexpr,
 ):
     """pooled [R, D]: the softmax-weighted sum over the tokens that a closing row pools, per channel."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + row)
     if (tl.load(valid_ptr + row) == 0) | ((position + 1) % RATIO != 0):
@@ -121,6 +122,7 @@ def finish_entries(
     OFFICIAL: tl.constexpr,
 ):
     """Program 0 of a row finishes the entry that the row closes; the others write its raw row into the ring."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     if tl.load(valid_ptr + row) == 0:
         return

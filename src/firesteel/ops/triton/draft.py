@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firesteel.ops.triton.head import Walk, run_head, weight_of
-from firesteel.ops.triton.launch import aligned_lines, cdiv, dense, kernel
+from firesteel.ops.triton.launch import aligned_lines, begin, cdiv, dense, kernel
 from firesteel.ops.triton.sample import Partials, score_stored
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import Target
@@ -31,6 +31,7 @@ def walk_begin(  # type: ignore[no-untyped-def]
 
     ``tokens`` and ``places`` have lines of ``line``; the anchors are the first of ``tokens``.
     """
+    begin()
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     ok = lane < groups * (depth + 1)
     step, group = lane // groups, lane % groups
@@ -48,6 +49,7 @@ def walk_confidence(  # type: ignore[no-untyped-def]
     z, w1, weight, tokens, out, depth, line, D: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr
 ):
     """w . [z_j ; W1[previous]] of one (group, step), float32, lane sums then one reduction."""
+    begin()
     row = tl.program_id(0)
     group, step = row // depth, row % depth
     previous = tl.load(tokens + step * line + group)

@@ -1,4 +1,4 @@
-"""Kernels of the routed experts' two products; ``moe`` plans and launches them."""
+"""Kernels of the routed experts' two products in all formats but "folded"; ``moe`` plans and launches them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import triton.language as tl
 
 from firesteel.ops.triton.fp4 import half_sum, scaled_sum
-from firesteel.ops.triton.launch import kernel
-from firesteel.ops.triton.linear import range_sum
+from firesteel.ops.triton.launch import begin, kernel
+from firesteel.ops.triton.products import range_sum
 from firesteel.ops.triton.spec import Spec
 
 
@@ -152,7 +152,10 @@ def finish_up(
     ROUND: tl.constexpr,
     FNUZ: tl.constexpr,
 ):
-    """SwiGLU of two [128, n] sums times the route weights ``share`` [n], stored as h for the second product."""
+    """SwiGLU of two [128, n] sums times the route weights ``share`` [n], stored as h for the second product.
+
+    Lines ``line`` [n], columns m * 128 ...; hs [n]: where the lines' scales go.
+    """
     if OFFICIAL:
         gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
     v = swiglu(gate, up, limit) * share[None, :]
@@ -171,7 +174,7 @@ def finish_up(
             if FNUZ:
                 code, step = code * 0.5, step * 2.0
             v = code
-            tl.store(hs + line * (INNER // 128) + m, step)
+            tl.store(hs, step)
     at = line.to(tl.int64)[None, :] * INNER + m * 128 + tl.arange(0, 128)[:, None]
     tl.store(h + at, v.to(h.dtype.element_ty))
 
@@ -211,6 +214,7 @@ def up_kernel(
     after each step; ROUND: h is put on the e4m3 grid. Ranges of K as in ``linear_kernel``:
     part float32 [SPLITS, lines, 2 * INNER].
     """
+    begin()
     tile, m = tl.program_id(0), tl.program_id(1)
     expert = tl.load(owner + tile)
     if expert < 0:
@@ -254,7 +258,21 @@ def up_kernel(
                 gate += tl.load(part + other * plane + at, mask=live, other=0.0, cache_modifier=".cg")
                 up += tl.load(part + other * plane + at + INNER, mask=live, other=0.0, cache_modifier=".cg")
             share = tl.load(weights + tl.maximum(index, 0))
-            finish_up(gate, up, share, limit, h, hs, line, m, INNER, KIND, OFFICIAL, ROUND, FNUZ)
+            finish_up(
+                gate,
+                up,
+                share,
+                limit,
+                h,
+                hs + line * (INNER // 128) + m,
+                line,
+                m,
+                INNER,
+                KIND,
+                OFFICIAL,
+                ROUND,
+                FNUZ,
+            )
             tl.store(counter, 0)
     else:
         gate, up = tl.zeros((128, TILE_N), tl.float32), tl.zeros((128, TILE_N), tl.float32)
@@ -265,7 +283,21 @@ def up_kernel(
             gate += g
             up += u
         share = tl.load(weights + tl.maximum(tl.load(order + line), 0))
-        finish_up(gate, up, share, limit, h, hs, line, m, INNER, KIND, OFFICIAL, ROUND, FNUZ)
+        finish_up(
+            gate,
+            up,
+            share,
+            limit,
+            h,
+            hs + line * (INNER // 128) + m,
+            line,
+            m,
+            INNER,
+            KIND,
+            OFFICIAL,
+            ROUND,
+            FNUZ,
+        )
 
 
 @kernel("lines")
@@ -295,6 +327,7 @@ def down_kernel(
 
     Ranges of K as in ``up_kernel``: part float32 [SPLITS, lines, WIDE].
     """
+    begin()
     tile, m = tl.program_id(0), tl.program_id(1)
     expert = tl.load(owner + tile)
     if expert < 0:

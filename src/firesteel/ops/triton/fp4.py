@@ -8,6 +8,10 @@ its low nibble and element 32 + j in its high one, so that each nibble plane is 
 scale group and one matrix step.
 "pairs": uint8 [M/128, K/128, 128, 64] as in the checkpoint, for targets whose matrix
 instruction takes E2M1 and its scales.
+"folded": as "planes", but with the bits of every four bytes in the order that a byte permutation
+takes (see ``fold_words``). A group's scale relative to its block's goes into the e4m3 code, which
+has room for it, so that a block is an e4m3 block with one scale: float32 [M/128, K/128].
+The scale words then hold, per group, 8 * the exponent field that 0.5 gets.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from firesteel.ops.triton.launch import cdiv, dense, kernel
 
 BLOCK = 128  # outputs and inputs of a block
 HIGHEST = 192  # largest scale byte that ``unpack16`` can keep in bfloat16's range
+TOP_FIELD = (
+    12  # exponent field of 0.5 in a block's largest groups: 6 becomes 384, the next power of two overflows
+)
 
 # ---- registers ----------------------------------------------------------------------------
 CODES = tl.constexpr("""{
@@ -59,6 +66,66 @@ shl.b32 b, q, 2;
 lop3.b32 a, b, 0x01C001C0, a, 0xEA;
 mul.bf16x2 $3, a, $8;
 }""")
+
+FOLDED = tl.constexpr("""{
+.reg .b32 m, n, a, b;
+and.b32 m, $2, 0x77777777;
+shr.b32 n, m, 16;
+prmt.b32 a, $3, $7, m;
+prmt.b32 b, $11, $15, n;
+shl.b32 m, $2, 4;
+lop3.b32 $0, m, 0x80808080, a, 0xEA;
+lop3.b32 $1, $2, 0x80808080, b, 0xEA;
+}""")
+
+
+@kernel()
+def codes_of(word, GROUP: tl.constexpr):
+    """e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 in the group's scale, four bytes each: int32 [M, 1] twice."""
+    field = (word >> (8 * GROUP)) & 0xFF
+    return (field * 0x01010100 + 0x0C080000)[:, None], (field * 0x01010101 + 0x1C181410)[:, None]
+
+
+@kernel()
+def unfold_plane(packed, word, GROUP: tl.constexpr):
+    """One plane of ``unfold``, for targets without a byte permutation: e4m3 codes uint8 [M, 32]."""
+    j = tl.arange(0, 32)
+    at = (j // 4) * 4 + (j % 4) // 2 + 2 * (GROUP % 2)
+    byte = tl.gather(packed, tl.broadcast_to(at[None, :], packed.shape), 1)
+    size = (byte >> ((j % 2) * 4).to(tl.uint8)[None, :]) & 7
+    field = ((word >> (8 * GROUP)) & 0xFF).to(tl.uint8)[:, None]
+    code = tl.where(size == 0, 0, tl.where(size == 1, field, (size << 2) + field)).to(tl.uint8)
+    return code | ((packed if GROUP % 2 else packed << 4) & 0x80)
+
+
+@kernel()
+def unfold_half(packed, word, HALF: tl.constexpr, ASM: tl.constexpr):
+    """e4m3 [M, 64] of one half of a folded block, packed uint8 [M, 32]."""
+    if ASM:
+        low, high = codes_of(word, 2 * HALF)
+        low2, high2 = codes_of(word, 2 * HALF + 1)
+        a, b = tl.inline_asm_elementwise(
+            FOLDED,
+            "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [packed, low, high, low2, high2],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        a, b = unfold_plane(packed, word, 2 * HALF), unfold_plane(packed, word, 2 * HALF + 1)
+    return tl.join(a, b).permute(0, 2, 1).reshape(packed.shape[0], 64).to(tl.float8e4nv, bitcast=True)
+
+
+@kernel()
+def unfold(first, second, word, ASM: tl.constexpr):
+    """e4m3 [M, 128] of the two halves of folded block lines, uint8 [M, 32], and their scale words int32 [M].
+
+    Value * 2^-(log2 of the block's scale). The layouts of the joined parts are those of the matrix
+    instruction's operand, so nothing moves between threads.
+    """
+    a, b = unfold_half(first, word, 0, ASM), unfold_half(second, word, 1, ASM)
+    return tl.join(a, b).permute(0, 2, 1).reshape(first.shape[0], 128)
 
 
 @kernel()
@@ -175,6 +242,37 @@ def pack_blocks(data: Tensor, scale: Tensor, *, pairs: bool, unsigned_zero: bool
     bytes_[:n, : scale.shape[1]] = scale.view(torch.uint8)
     words = bytes_.view(torch.int32).view(m, BLOCK, blocks)
     return dense(packed), dense(words.transpose(1, 2))
+
+
+def fold_words(codes: Tensor) -> Tensor:
+    """FP4 codes uint8 [..., 2, 32] of two groups as folded bytes uint8 [..., 32].
+
+    Four elements k of both groups share 32 bits: sizes of the first at bits 4k, of the second at 16 + 4k,
+    signs at 8k + 3 and 8k + 7.
+    """
+    wide = codes.to(torch.int32).unflatten(-1, (8, 4))
+    place = torch.arange(4, dtype=torch.int32, device=codes.device)
+    size, sign = wide & 7, wide >> 3
+    first = (size[..., 0, :, :] << (4 * place)) | (sign[..., 0, :, :] << (8 * place + 3))
+    second = (size[..., 1, :, :] << (4 * place + 16)) | (sign[..., 1, :, :] << (8 * place + 7))
+    words = (first | second).sum(-1, dtype=torch.int32)  # no two of them share a bit
+    return words.view(torch.uint8)
+
+
+def fold_blocks(packed: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ "folded" of "planes": (blocks, words, block scales float32 [M/128, K/128], whether it is exact: bool []).
+
+    It is unless the scales of some block lie further apart than e4m3 can hold, a factor of 2^11. Groups of
+    nothing but zeros do not count.
+    """
+    codes = torch.stack((packed & 15, packed >> 4), -2)  # [m, kb, 2, 128, 2, 32]
+    used = ((codes & 7) != 0).any(-1).transpose(2, 3).flatten(3)  # [m, kb, 128, 4]
+    byte = words.contiguous().view(torch.uint8).view(used.shape).to(torch.int32)
+    base = (torch.where(used, byte, 0).amax((2, 3)) - (TOP_FIELD - 6)).clamp(1, 254)
+    field = torch.where(used, byte - base[..., None, None] + 6, 6)
+    exact = ((field >= 1) & (field <= TOP_FIELD)).all()
+    folded = (8 * field).to(torch.uint8).view(torch.int32).squeeze(-1)
+    return fold_words(codes), folded, e8m0_to_float(base.to(torch.uint8)), exact
 
 
 def unpack_blocks(packed: Tensor, words: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton.launch import cdiv, dense, kernel
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel
 from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import TARGETS, Target
@@ -52,9 +52,9 @@ def head_dot(x, w, x_rows, ok, ids, inside, K: tl.constexpr, V: tl.constexpr, R:
 
 
 @triton.jit
-def finish_rows(logit, start, step, place, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     """What becomes of the products [V, N] of the rows start, start + step, ..."""
-    tile, ids, inside = place
+    tile, ids, inside = where
     base, out, values, chosen, seconds = tables
     slots, positions, passes, seed_lo, seed_hi, sample, temperature = key
     rows, base_stride, out_stride, tiles = sizes
@@ -67,18 +67,19 @@ def finish_rows(logit, start, step, place, tables, key, sizes, BASE: tl.constexp
     if STORE:
         tl.store(out + wide[None, :] * out_stride + ids[:, None], logit, mask=both)
     if PICK:
-        heat, at, stream, high, low, index = row_key(
+        heat, place, stream, high, low, index = row_key(
             slots, positions, passes, seed_lo, seed_hi, sample, temperature, row, ok, REJECTION
         )
         score = logit
         if tl.max(heat, axis=0) > 0.0:  # all greedy: the noise is multiplied by 0
-            words = (at[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
+            words = (place[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
             score = perturb(logit, heat[None, :], ids[:, None], words)
         best, found, second = tile_best(logit, score, ids[:, None], inside[:, None], 0, BASE)
-        tl.store(values + wide * tiles + tile, best, mask=ok)
-        tl.store(chosen + wide * tiles + tile, found, mask=ok)
+        at = row * tiles + tile  # of rows * tiles: far below 2^31
+        tl.store(values + at, best, mask=ok)
+        tl.store(chosen + at, found, mask=ok)
         if BASE:
-            tl.store(seconds + wide * tiles + tile, second, mask=ok)
+            tl.store(seconds + at, second, mask=ok)
 
 
 @triton.jit
@@ -86,7 +87,10 @@ def finish(acc, start, step, place, tables, key, sizes, BASE: tl.constexpr, STOR
     """``finish_rows`` of at most CHUNK rows at a time: the noise of a whole wide tile would not fit the registers."""
     if PICK and N > CHUNK:  # even and odd columns: neighbours lie in one thread
         even, odd = tl.split(tl.reshape(acc, (acc.shape[0], N // 2, 2)))
-        finish(even, start, 2 * step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N // 2, CHUNK)
+        first: tl.constexpr = (
+            CHUNK // 2 if N >= 128 and not BASE else CHUNK
+        )  # while the other half fills registers too
+        finish(even, start, 2 * step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N // 2, first)
         finish(
             odd,
             start + step,
@@ -142,13 +146,17 @@ def head_rows(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
 ):
     """One vocabulary tile of up to TILE_R rows; GATHER reads row r of ``x`` at ``previous[r]``."""
+    begin()
     pid = tl.program_id(0)
     tile = pid // row_tiles
     start = (pid % row_tiles) * TILE_R
     row = start + tl.arange(0, TILE_R)
     ok = row < rows
     ids = tile * TILE_V + tl.arange(0, TILE_V)
-    inside = ids < VOCAB
+    if VOCAB % TILE_V == 0:
+        inside = tl.full((TILE_V,), 1, tl.int1)
+    else:
+        inside = ids < VOCAB
     if GATHER:
         x_rows = tl.load(previous + row, mask=ok, other=0)
     else:
@@ -171,15 +179,18 @@ def row_tile(rows: int, narrow: bool) -> int:
     return next((t for t in ROW_TILES if rows <= t), ROW_TILES[-1])
 
 
-def options(target: Target, walk: bool) -> dict[str, Any]:
-    """Warps and stages of the head, or of a step of the walk, on a target; the same for every row count.
+def options(target: Target, walk: bool, tile: int) -> dict[str, Any]:
+    """Warps, stages and register limit of the head, or of a step of the walk, on a target; they touch no bit.
 
-    The walk's K is 256: on gfx942 a second stage brings little and spills 6 registers.
+    On Hopper two programs of the widest tile share a multiprocessor: one draws noise while the other
+    multiplies. The walk's K is 256: on gfx942 a second stage brings little and spills 6 registers.
     """
     if target.backend == "hip":
         stages = 1 if walk and target.name == "gfx942" else 2
         return {"num_warps": 8, "num_stages": stages, "matrix_instr_nonkdim": 16}
     if target.backend == "cuda":
+        if tile == 128 and not walk and target.name == "sm_90":
+            return {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
         return {"num_warps": 8, "num_stages": 4}
     return {}
 
@@ -249,7 +260,7 @@ def run_head(
         PICK=sampling is not None,
         REJECTION=walk is not None and walk.rejection,
         CHUNK=CHUNK,
-        **options(target, walk is not None),
+        **options(target, walk is not None, row_block),
     )
     return parts
 
@@ -278,7 +289,7 @@ def _specs() -> list[Spec]:
             types,
             constants,
             {"num_warps": 8, "num_stages": 4},
-            overrides={t: options(TARGETS[t], walk) for t in ("gfx950", "gfx942")},
+            overrides={t: options(TARGETS[t], walk, tile) for t in TARGETS},
         )
 
     out = [spec(f"head_sample_{t}", t, 4096, False, False, True) for t in ROW_TILES]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firesteel.ops.triton.compress import INDEX_GROUP, hadamard_signs
-from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
 from firesteel.ops.triton.rounding import e2m1_groups, on_grid, operand, rotation
 from firesteel.ops.triton.spec import Spec
@@ -44,6 +44,7 @@ def round_queries(
     GROUP: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     line = tl.program_id(0).to(tl.int64)
     row = line + row0
     if (tl.load(position_ptr + row) + 1) // RATIO <= top_k:
@@ -91,6 +92,7 @@ def score_entries(
     OFFICIAL: tl.constexpr,
 ):
     """score [R, width]: sum over heads of weight * max(0, q . key) for the visible entries."""
+    begin()
     line = tl.program_id(0).to(tl.int64)
     row = line + row0
     visible = (tl.load(position_ptr + row) + 1) // RATIO
@@ -137,6 +139,7 @@ def select_entries(
     BITS: tl.constexpr,
 ):
     """out int64 [R, columns]: the best ``top_k`` entries ascending; all of a row that sees no more, padded with -1."""
+    begin()
     line = tl.program_id(0).to(tl.int64)
     row = line + row0
     visible = ((tl.load(position_ptr + row) + 1) // RATIO).to(tl.int32)

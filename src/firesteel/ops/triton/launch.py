@@ -6,18 +6,25 @@ House rules for every kernel here:
   and a row's bits must not depend on them;
 - tiles, splits, warps and stages are constants of the weight shape or the
   geometry, never of the row count; no ``autotune``;
-- load, widen to float32 at once, reduce in float32, clamp before an FP8 cast.
+- load, widen to float32 at once, reduce in float32, clamp before an FP8 cast;
+- call ``begin()`` before the first load of anything that another kernel writes: on NVIDIA a
+  kernel is launched while the one before it still runs, and waits there.
 """
 
 from __future__ import annotations
 
 import os
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # read when a kernel is decorated
 
@@ -27,11 +34,39 @@ if INTERPRETED:
     interpret.install()
 
 
+@triton.jit
+def begin():
+    """Let the next kernel of the stream be launched, and wait until the one before has finished (from sm_90 on)."""
+    if cuda_capability_geq(9, 0):
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@functools.cache
+def launched_early() -> bool:
+    """Whether kernels may be launched before the one in front has finished: NVIDIA from Hopper on."""
+    usable = not INTERPRETED and torch.version.cuda is not None and torch.cuda.is_available()
+    return usable and torch.cuda.get_device_capability()[0] >= 9
+
+
 def kernel(*varying: str) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit`` that does not specialise the integers named in ``varying``."""
+    """``triton.jit`` that does not specialise the integers named in ``varying``.
+
+    A kernel that waits by itself (``begin``) is launched early where the device allows it.
+    """
 
     def wrap(fn: Callable[..., Any]) -> Any:
-        return triton.jit(fn, do_not_specialize=list(varying))
+        made = triton.jit(fn, do_not_specialize=list(varying))
+        if not INTERPRETED and " begin()" in inspect.getsource(fn):
+            plain = made.run
+
+            def run(*args: Any, **options: Any) -> Any:
+                if launched_early():
+                    options.setdefault("launch_pdl", True)
+                return plain(*args, **options)
+
+            made.run = run
+        return made
 
     return wrap
 

@@ -1,11 +1,6 @@
-"""Products of rows with weights that stay in their checkpoint formats.
+"""Products of rows with weights that stay in their checkpoint formats: what is held, prepared and launched.
 
-Weights are the M operand of ``tl.dot`` and rows its N operand, so that one matrix
-instruction family serves every row count. The K dimension is cut into
-``splits`` ranges that depend on the weight's shape alone; their sums are added in
-ascending order, by the last of several programs or by one program, with the
-same bits. A tile of rows may have any width for the same reason: it changes
-which rows share an instruction, not the order of a row's additions.
+The kernels, and the order of additions that all of them keep, are in ``products``.
 """
 
 from __future__ import annotations
@@ -15,18 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from firesteel.checkpoint.codecs import FP8_BLOCK, QTensor, scale_to_float
-from firesteel.ops.triton import launch
-from firesteel.ops.triton.launch import cdiv, kernel
+from firesteel.ops.triton.activations import GROUP as GROUP
+from firesteel.ops.triton.activations import fresh as fresh
+from firesteel.ops.triton.activations import quantise as quantise
+from firesteel.ops.triton.activations import quantise_kernel as quantise_kernel
+from firesteel.ops.triton.activations import quantised as quantised
+from firesteel.ops.triton.launch import cdiv, pow2
+from firesteel.ops.triton.products import linear_kernel as linear_kernel
+from firesteel.ops.triton.products import range_sum as range_sum
+from firesteel.ops.triton.products import wide_kernel
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.target import TARGETS, Target
+from firesteel.ops.triton.target import Target
 
-GROUP = 128  # channels per activation scale and per step of K
 TILE_M = 64  # outputs of one program: the least that a Hopper warp group multiplies
-WANTED = 192  # programs that a short weight is cut into
+WANTED = 192  # programs that a short weight is cut into ...
+ENOUGH = 128  # ... if its tiles are fewer than these
 WIDE_ENOUGH = 256  # programs that keep a device busy
 COUNTERS = 1 << 16
 
@@ -38,7 +40,8 @@ class Weight:
 
     ``scale`` float32 [lines, ceil(k/128)] of FP8, one line per ``lines_of`` outputs; fnuz codes
     mean half and have theirs doubled. ``exact``: a float32 weight whose values are all bfloat16's.
-    ``joined``: the first of several groups' weights knows all of them as one.
+    ``joined``: the first of several groups' weights knows all of them as one. ``ranges``: of K, if not by
+    the shape. ``group``: what shares a launch with this weight (see ``together``).
     """
 
     data: Tensor
@@ -46,6 +49,8 @@ class Weight:
     lines_of: int
     exact: bool = False
     joined: Weight | None = None
+    ranges: int | None = None
+    group: Any = None
 
     @property
     def weight(self) -> Tensor:
@@ -66,8 +71,10 @@ class Weight:
     @property
     def splits(self) -> int:
         """Ranges of K: as many as give short weights enough programs, each of at least two blocks."""
+        if self.ranges is not None:
+            return self.ranges
         tiles, blocks, s = cdiv(self.shape[0], TILE_M), cdiv(self.shape[1], GROUP), 1
-        while tiles * s < WANTED and blocks % (2 * s) == 0 and blocks // (2 * s) >= 2:
+        while tiles < ENOUGH and tiles * s < WANTED and blocks % (2 * s) == 0 and blocks // (2 * s) >= 2:
             s *= 2
         return s
 
@@ -112,250 +119,61 @@ def dense_parts(weights: Sequence[QTensor], device: torch.device) -> Weight:
     return Weight(data, None, 1, exact=bool((data == data.to(torch.bfloat16).to(torch.float32)).all()))
 
 
-# ---- activations ----------------------------------------------------------------------
-@kernel("rows", "width")
-def quantise_kernel(
-    x,
-    q,
-    scale,
-    rows,
-    width,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STEP: tl.constexpr,
-    FNUZ: tl.constexpr,
-    GRID: tl.constexpr,
-):
-    """x [rows, width] to e4m3 q [rows, PADDED] with power-of-two scales float32 [rows, PADDED / 128].
-
-    The scale 2^ceil(log2(max(amax, 1e-4) / 448)) is read off the float's bits:
-    448 is 1.75 * 2^8. fnuz codes mean half, so that their scale is doubled.
-    GRID: q holds bfloat16 values instead, scale included.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    live = group < GROUPS
-    v = tl.load(x + row * width + k, mask=k < width, other=0.0).to(tl.float32)
-    bits = tl.maximum(tl.max(tl.abs(v), axis=1), 1e-4).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    step = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    code = tl.minimum(tl.maximum(v * inverse[:, None], -448.0), 448.0)
-    code = tl.where(v != v, v, code)  # a clamp would hide NaN
-    if GRID:
-        value = code.to(tl.float8e4nv).to(tl.float32) * step[:, None]
-        tl.store(q + row * PADDED + k, value.to(tl.bfloat16), mask=live[:, None])
-    else:
-        if FNUZ:
-            code, step = code * 0.5, step * 2.0
-        tl.store(q + row * PADDED + k, code.to(q.dtype.element_ty), mask=live[:, None])
-        tl.store(scale + row * GROUPS + group, step, mask=live)
-
-
-def quantise(x: Tensor, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(q [R, padded], scales float32 [R, padded/128]) of x [R, K] by the official rule.
-
-    ``dtype``: an e4m3 type, or bfloat16 for the rounded values themselves (scales then unwritten).
-    """
-    rows, width = x.shape
-    groups = padded // GROUP
-    step = min(8, launch.pow2(groups))
-    q = torch.empty(rows, padded, dtype=dtype, device=x.device)
-    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    if rows:
-        quantise_kernel[(rows, cdiv(groups, step))](
-            x, q, scale, rows, width, PADDED=padded, GROUPS=groups, STEP=step,
-            FNUZ=dtype == torch.float8_e4m3fnuz, GRID=dtype == torch.bfloat16, num_warps=4,
-        )  # fmt: skip
-    return q, scale
-
-
-def fresh(x: Tensor) -> Tensor:
-    """Mark a tensor that nobody will write to again: its quantised form is then made once."""
-    x.quantised_forms = {}  # type: ignore[attr-defined]
-    return x
-
-
-def quantised(x: Tensor, padded: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``quantise``, remembered by ``fresh`` tensors."""
-    forms = getattr(x, "quantised_forms", None)
-    if forms is None:
-        return quantise(launch.dense(x), padded, dtype)
-    if (padded, dtype) not in forms:
-        forms[padded, dtype] = quantise(launch.dense(x), padded, dtype)
-    return forms[padded, dtype]
-
-
 # ---- one product ------------------------------------------------------------------------
-@kernel()
-def range_sum(
-    w,
-    x,
-    ws,
-    xs,
-    rm,
-    rn,
-    first,
-    COUNT: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LINES: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Sum over COUNT blocks of 128 channels from block ``first``: float32 [TILE_M, TILE_N].
-
-    w [*, K] lines rm; x [*, STRIDE] lines rn; scales of a block are read one block ahead by hand: only
-    what feeds a dot gets pipelined, and a value carried over two iterations would stop that too.
-    """
-    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-    rk = tl.arange(0, 128)
-    wp = w + rm.to(tl.int64)[:, None] * K + rk[None, :]
-    xp = x + rn.to(tl.int64)[None, :] * STRIDE + rk[:, None]
-    if LINES == 128:  # a tile of at most 128 aligned outputs has one scale: a scalar
-        wsp = ws + (tl.min(rm, axis=0) // LINES) * BLOCKS
-    else:
-        wsp = ws + (rm // LINES) * BLOCKS
-    xsp = xs + rn * BLOCKS
-    last = first + COUNT - 1
-    if SCALED:
-        s = tl.load(wsp + first)
-        if KIND != "f32":
-            t = tl.load(xsp + first)
-    for i in range(COUNT):
-        block = first + i
-        if K % 128 == 0:
-            a = tl.load(wp + block * 128)
-            b = tl.load(xp + block * 128)
-        else:
-            inside = block * 128 + rk < K
-            a = tl.load(wp + block * 128, mask=inside[None, :], other=0.0)
-            b = tl.load(xp + block * 128, mask=inside[:, None], other=0.0)
-        if SCALED:
-            ahead = tl.minimum(block + 1, last)
-            s1 = tl.load(wsp + ahead)
-            if KIND == "f32":
-                acc += tl.dot(a.to(tl.float32), b, input_precision="ieee") * (
-                    s if LINES == 128 else s[:, None]
-                )
-            else:
-                t1 = tl.load(xsp + ahead)
-                if KIND == "f16":
-                    a, b = a.to(tl.float16), b.to(tl.float16)
-                if LINES == 128:
-                    acc += tl.dot(a, b) * (s * t)[None, :]
-                else:
-                    acc += tl.dot(a, b) * (s[:, None] * t[None, :])
-                t = t1
-            s = s1
-        elif KIND == "f32":
-            acc = tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(a, b, acc)
-    return acc
-
-
-@kernel("rows")
-def linear_kernel(
-    w,
-    ws,
-    x,
-    xs,
-    out,
-    part,
-    arrived,
-    rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LINES: tl.constexpr,
-    GROUP_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PARALLEL: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    KIND: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """out [rows, N] = x times w [N, K] transposed.
-
-    KIND says what is multiplied: "fp8" and "f16" e4m3 x [rows, STRIDE] with xs float32 [rows, BLOCKS],
-    "bf16" and "f32" values. SCALED: ws float32 [N / LINES, BLOCKS] belongs to w. Outputs
-    g * GROUP_N ... use columns g * K ... of x. With PARALLEL every program sums one of SPLITS ranges
-    of K into ``part`` float32 [SPLITS, rows, N] and the last one of a tile to arrive adds them.
-    """
-    tile, span = tl.program_id(0), tl.program_id(1)
-    rm = tile * TILE_M + tl.arange(0, TILE_M)
-    line = span * TILE_N + tl.arange(0, TILE_N)
-    live = (rm < N)[:, None] & (line < rows)[None, :]
-    at = line.to(tl.int64)[None, :] * N + rm[:, None]
-    # lines past the end repeat the last one and are not stored
-    wm = tl.minimum(rm, N - 1)
-    rn = tl.minimum(line, rows - 1)
-    x += tile * TILE_M // GROUP_N * K
-    count: tl.constexpr = BLOCKS // SPLITS
-    if PARALLEL:
-        split = tl.program_id(2)
-        acc = range_sum(
-            w, x, ws, xs, wm, rn, split * count, count, K, STRIDE, BLOCKS, LINES, TILE_M, TILE_N, KIND, SCALED
-        )
-        plane = rows.to(tl.int64) * N
-        tl.store(part + split * plane + at, acc, mask=live)
-        tl.debug_barrier()  # all stores of this program stand before its arrival
-        counter = arrived + tile * tl.num_programs(1) + span
-        if tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1:
-            total = tl.zeros((TILE_M, TILE_N), tl.float32)
-            for other in range(SPLITS):
-                total += tl.load(part + other * plane + at, mask=live, other=0.0, cache_modifier=".cg")
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
-            tl.store(counter, 0)
-    else:
-        total = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for split in range(SPLITS):
-            total += range_sum(
-                w, x, ws, xs, wm, rn, split * count, count, K, STRIDE, BLOCKS, LINES, TILE_M, TILE_N, KIND, SCALED
-            )  # fmt: skip
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
-
-
 @dataclass(frozen=True)
 class Shape:
-    """How a product is launched for some row count; changes no bit."""
+    """How a product is launched for some row count; changes no bit.
+
+    ``parallel``: ranges of K by programs of their own. ``wide``: by tensor descriptors, in steps of
+    ``step`` channels.
+    """
 
     tile_m: int
     tile_n: int
     warps: int
     stages: int
-    parallel: bool
+    parallel: bool = False
+    wide: bool = False
+    step: int = GROUP
 
 
-def shape_for(kind: str, n: int, splits: int, rows: int, target: Target) -> Shape:
+def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
+    """For many rows on Hopper; three programs of FP8 share a multiprocessor and cover each other's waits."""
+    (n, k), flat = w.shape, w.lines_of == GROUP or kind == "bf16"
+    if rows <= 64 or k % GROUP or not flat:
+        return None
+    if kind == "fp8":
+        tiles = cdiv(n, TILE_M) * cdiv(rows, 128)
+        return Shape(TILE_M, 128, 4, 3, w.splits > 1 and tiles < WIDE_ENOUGH // 2, wide=True)
+    if kind == "bf16" and w.splits == 1 and rows > 128:
+        return Shape(128, 256 if rows > 256 else 128, 8, 4, wide=True, step=64)
+    return None
+
+
+def shape_for(kind: str, w: Weight, rows: int, target: Target) -> Shape:
     """Tile and distribution by row count; the numbers are measured ones of an H200.
 
     Rows are tiled as wide as leaves every multiprocessor two programs. Ranges of K run side
     by side while tiles are few; one program for all ranges holds two sums, hence its narrower tile.
     """
+    if target.name == "sm_90" and (shape := wide_shape(kind, w, rows)) is not None:
+        return shape
+    splits, tiles = w.splits, cdiv(w.shape[0], TILE_M)
     if kind == "f32":
-        tile, stages = min(32, max(16, launch.pow2(rows))), 2
+        tile, stages = 16, 2  # wider tiles of fused multiply-adds do not fit the registers
     else:
-        tile = min(128 if kind != "bf16" and target.name == "sm_90" else 64, max(16, launch.pow2(rows)))
-        stages = 4 if tile == 128 else 3 if kind == "bf16" and tile == 64 else 5
-    tiles_m = cdiv(n, TILE_M)
+        tile = min(64, max(16, pow2(rows)))
+        stages = 3 if kind == "bf16" and tile == 64 else 5
     if splits > 1:
-        while tile > 16 and tiles_m * cdiv(rows, tile) * splits < WIDE_ENOUGH:
+        while tile > 16 and tiles * cdiv(rows, tile) * splits < WIDE_ENOUGH:
             tile //= 2
-    parallel = splits > 1 and tiles_m * cdiv(rows, tile) < WIDE_ENOUGH // 2
-    if splits > 1 and not parallel:
-        tile = min(tile, 32 if target.name == "sm_100" else 64)
+    parallel = splits > 1 and tiles * cdiv(rows, tile) < WIDE_ENOUGH // 2
+    if splits > 1 and not parallel and target.name == "sm_100":
+        tile = min(tile, 32)
     if target.backend == "hip":
-        return Shape(TILE_M, min(tile, 64), 4, 2, parallel)
+        return Shape(TILE_M, tile, 4, 2, parallel)
     if kind == "fp8" and splits == 1 and tile == 16:
-        return Shape(128, 16, 8, 5, False)
+        return Shape(128, 16, 8, 5)
     return Shape(TILE_M, tile, 4, stages, parallel)
 
 
@@ -386,20 +204,28 @@ def product(
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    splits = w.splits
-    shape = shape or shape_for(kind, n, splits, rows, target)
+    shape = shape or shape_for(kind, w, rows, target)
     tiles = (cdiv(n, shape.tile_m), cdiv(rows, shape.tile_n))
-    part = out
+    options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages, **target.options}
+    unused = scratch.arrived
+    scale, steps = unused if w.scale is None else w.scale, unused if xs is None else xs
+    part, splits = out, w.splits if shape.parallel else 1
     if shape.parallel:
         assert tiles[0] * tiles[1] <= COUNTERS, "more tiles than counters"
         part = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
-    unused = scratch.arrived
-    options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages, **target.options}
+    if shape.wide:
+        wide_kernel[(tiles[0] * tiles[1], splits)](
+            TensorDescriptor.from_tensor(w.data, [shape.tile_m, shape.step]), scale,
+            TensorDescriptor.from_tensor(x, [shape.tile_n, shape.step]), steps, out, part, scratch.arrived,
+            rows, tiles[0], N=n, K=k, GROUP_N=n // groups, SPLITS=w.splits, PARALLEL=shape.parallel,
+            TILE_M=shape.tile_m, TILE_N=shape.tile_n, STEP=shape.step, KIND=kind, **options,
+        )  # fmt: skip
+        return out
     linear_kernel[(*tiles, splits) if shape.parallel else tiles](
-        w.data, unused if w.scale is None else w.scale, x, unused if xs is None else xs, out, part,
-        scratch.arrived, rows, N=n, K=k, STRIDE=x.shape[1], BLOCKS=cdiv(k, GROUP), LINES=w.lines_of,
-        GROUP_N=n // groups, SPLITS=splits, PARALLEL=shape.parallel, TILE_M=shape.tile_m,
-        TILE_N=shape.tile_n, KIND=kind, SCALED=w.scale is not None, **options,
+        w.data, scale, x, steps, out, part, scratch.arrived, rows, N=n, K=k, STRIDE=x.shape[1],
+        BLOCKS=cdiv(k, GROUP), LINES=w.lines_of, GROUP_N=n // groups, SPLITS=w.splits,
+        PARALLEL=shape.parallel, TILE_M=shape.tile_m, TILE_N=shape.tile_n, KIND=kind,
+        SCALED=w.scale is not None, **options,
     )  # fmt: skip
     return out
 
@@ -420,8 +246,29 @@ def _linear_spec(name: str, kind: str, n: int, k: int, tile_n: int, parallel: bo
             "PARALLEL": parallel, "TILE_M": TILE_M, "TILE_N": tile_n, "KIND": kind, "SCALED": scaled,
         },
         options={"num_warps": 4, "num_stages": 4},
-        targets=("sm_90",) if tile_n == 128 else tuple(t for t in TARGETS if t != "sm_100" or tile_n < 64 or parallel),
         overrides={t: {"num_stages": 2, "matrix_instr_nonkdim": 16} for t in ("gfx950", "gfx942")},
+    )  # fmt: skip
+
+
+def _wide_spec(
+    kind: str, shape: tuple[int, int, int], warps: int, stages: int, splits: int, parallel: bool
+) -> Spec:
+    tile_m, tile_n, step = shape
+    element = {"fp8": "fp8e4nv", "bf16": "bf16"}[kind]
+    return Spec(
+        name=f"linear-{kind}-wide{f'-{splits}' if splits > 1 else ''}{'-split' if parallel else ''}",
+        fn=wide_kernel,
+        signature={
+            "w": f"tensordesc<{element}[{tile_m}, {step}]>", "ws": "*fp32",
+            "x": f"tensordesc<{element}[{tile_n}, {step}]>", "xs": "*fp32", "out": "*bf16", "part": "*fp32",
+            "arrived": "*i32", "rows": "i32", "tiles": "i32",
+        },
+        constexprs={
+            "N": 4096, "K": 8192, "GROUP_N": 4096, "SPLITS": splits, "PARALLEL": parallel, "TILE_M": tile_m,
+            "TILE_N": tile_n, "STEP": step, "KIND": kind,
+        },
+        options={"num_warps": warps, "num_stages": stages},
+        targets=("sm_90",),
     )  # fmt: skip
 
 
@@ -437,8 +284,12 @@ KERNELS: list[Spec] = [
     *(
         _linear_spec(f"linear-{kind}-{tile_n}{'-split' if parallel else ''}", kind, 4096, 8192, tile_n, parallel)
         for kind, tile_n, parallel in (
-            ("fp8", 16, True), ("fp8", 64, True), ("fp8", 128, True), ("fp8", 32, False), ("fp8", 64, False),
-            ("bf16", 16, True), ("bf16", 64, False), ("f32", 16, True),
+            ("fp8", 16, True), ("fp8", 64, True), ("fp8", 32, False), ("bf16", 16, True), ("bf16", 64, True),
+            ("bf16", 32, False), ("f32", 16, True),
         )
     ),
+    _wide_spec("fp8", (64, 128, 128), 4, 3, 1, False),
+    _wide_spec("fp8", (64, 128, 128), 4, 3, 4, False),
+    _wide_spec("fp8", (64, 128, 128), 4, 3, 4, True),
+    _wide_spec("bf16", (128, 256, 64), 8, 4, 1, False),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ float32 numerics dequantise in registers and multiply in IEEE float32: exact rat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ from torch import Tensor
 from firesteel.checkpoint.codecs import QTensor
 from firesteel.ops.reference.linear import is_quantised
 from firesteel.ops.reference.tail import ReferenceOps
-from firesteel.ops.triton import fp4, linear, moe, route
+from firesteel.ops.triton import folded, fp4, linear, moe, route, together
 from firesteel.ops.triton.launch import cdiv, dense
 from firesteel.ops.triton.linear import GROUP, Scratch, Weight
 from firesteel.ops.triton.moe import Arithmetic, Grouped
 from firesteel.ops.triton.target import Target
 from firesteel.ops.types import Experts, Linear, Router
+
+LOG = logging.getLogger("firesteel.ops")
 
 
 class FormatError(ValueError):
@@ -32,7 +35,7 @@ class FormatError(ValueError):
 class Fp4Weight:
     """An FP4 weight [n, k] as blocks of a single "expert"."""
 
-    blocks: Grouped
+    blocks: Grouped | folded.Weights
     n: int
     k: int
 
@@ -76,13 +79,19 @@ class MatrixOps(ReferenceOps):
         return Linear(data, n, k, is_quantised(weights[0]))
 
     def expert_weights(self, w1: Sequence[QTensor], w2: Sequence[QTensor], w3: Sequence[QTensor]) -> Experts:
-        w13 = self._grouped([(a, b) for a, b in zip(w1, w3, strict=True)])
-        return Experts(w13, self._grouped([(w,) for w in w2]), len(w1), w1[0].shape[0], is_quantised(w1[0]))
+        pairs: list[Sequence[QTensor]] = list(zip(w1, w3, strict=True))
+        single: list[Sequence[QTensor]] = [(w,) for w in w2]
+        up, down = self._grouped(pairs), self._grouped(single)
+        if type(up) is not type(down):  # both products have one form: h is handed over in it
+            up, down = self._grouped(pairs, fold=False), self._grouped(single, fold=False)
+        return Experts(up, down, len(w1), w1[0].shape[0], is_quantised(w1[0]))
 
-    def _grouped(self, experts: Sequence[Sequence[QTensor]]) -> Grouped:
+    def _grouped(
+        self, experts: Sequence[Sequence[QTensor]], *, fold: bool = True
+    ) -> Grouped | folded.Weights:
         """One product of all experts; each part is padded to whole blocks of 128 outputs."""
         if experts[0][0].format == "fp4":
-            return self._blocks(experts)
+            return self._blocks(experts, fold=fold)
         kind, (_, k) = experts[0][0].format, experts[0][0].shape
         if kind == "fp8":
             made = [[linear.fp8_parts([w], self.device, self.target) for w in parts] for parts in experts]
@@ -102,9 +111,11 @@ class MatrixOps(ReferenceOps):
         out[:n, :k] = data.to(torch.float32)
         return out.to(data.dtype)
 
-    def _blocks(self, experts: Sequence[Sequence[QTensor]]) -> Grouped:
+    def _blocks(self, experts: Sequence[Sequence[QTensor]], *, fold: bool = True) -> Grouped | folded.Weights:
         """FP4 blocks of all experts; the big buffers are filled one part at a time."""
         pairs = self.target.scaled_mma and self.numerics.official
+        if fold and not pairs and (made := self._folded(experts)) is not None:
+            return made
         layout, k = ("pairs" if pairs else "planes"), round_up(experts[0][0].shape[1])
         lines = [cdiv(w.shape[0], GROUP) for w in experts[0]]
         total, blocks = sum(lines) * len(experts), k // GROUP
@@ -124,11 +135,41 @@ class MatrixOps(ReferenceOps):
                 at += n
         return Grouped(layout, data, scale, sum(lines) * GROUP, k)
 
+    def _folded(self, experts: Sequence[Sequence[QTensor]]) -> folded.Weights | None:
+        """As ``_blocks`` with group scales in e4m3 codes; None where the target or the scales do not allow it."""
+        if not self.numerics.official or self.target.fnuz:
+            return None
+        lines = [cdiv(w.shape[0], GROUP) for w in experts[0]]
+        total, k = sum(lines) * len(experts), round_up(experts[0][0].shape[1])
+        data = torch.empty(total, k // GROUP, 2, GROUP, 32, dtype=torch.uint8, device=self.device)
+        scale = torch.empty(total, k // GROUP, GROUP, dtype=torch.int32, device=self.device)
+        base = torch.empty(total, k // GROUP, dtype=torch.float32, device=self.device)
+        at, exact = 0, []
+        for parts in experts:
+            for w, n in zip(parts, lines, strict=True):
+                assert w.scale is not None and w.shape[0] <= n * GROUP, "experts of one shape"
+                planes = fp4.pack_blocks(
+                    w.data.to(self.device), w.scale.to(self.device), pairs=False, unsigned_zero=False
+                )
+                data[at : at + n], scale[at : at + n], base[at : at + n], fits = fp4.fold_blocks(*planes)
+                exact.append(fits)
+                at += n
+        if not bool(torch.stack(exact).all()):
+            LOG.warning("FP4 weights with scales more than 2^11 apart in one block keep the slower form")
+            return None
+        return folded.Weights(data, scale, base, sum(lines) * GROUP, k)
+
+    def share_input(self, weights: Sequence[tuple[Linear, bool]]) -> None:
+        if self.numerics.official and all(isinstance(w.data, Weight) for w, _ in weights):
+            together.group_of([(w.data if w.quantised else w.data.narrow(), wide) for w, wide in weights])
+
     # ---- one product ----------------------------------------------------------------
     def linear(self, x: Tensor, w: Linear) -> Tensor:
         official = self.numerics.official
         if isinstance(w.data, Fp4Weight):
             return self._fp4_linear(x, w.data, quantise=official, dtype=self.store)
+        if (made := self._from_group(x, w.data)) is not None:
+            return made
         if official and w.quantised:
             q, scale = linear.quantised(x, round_up(w.k), self.target.fp8)
             return linear.product(q, scale, w.data, "fp8", self.store, self.scratch, self.target)
@@ -137,7 +178,26 @@ class MatrixOps(ReferenceOps):
     def linear_f32(self, x: Tensor, w: Linear) -> Tensor:
         if isinstance(w.data, Fp4Weight):
             return self._fp4_linear(x, w.data, quantise=False, dtype=torch.float32)
-        return self._plain(x, w, torch.float32)
+        made = self._from_group(x, w.data)
+        return self._plain(x, w, torch.float32) if made is None else made
+
+    def _from_group(self, x: Tensor, w: Weight) -> Tensor | None:
+        """The product if one launch made it with others of its input, or makes it now."""
+        forms = getattr(x, "quantised_forms", None)
+        if forms is None:
+            return None
+        if (made := forms.pop(id(w), None)) is not None:
+            return made
+        if w.group is None or not 0 < x.shape[0] <= together.FEW or x.dtype != torch.bfloat16:
+            return None
+        form = (
+            linear.quantised(x, x.shape[1], self.target.fp8)
+            if w.group.fp8 is not None
+            else (x, w.group.table)
+        )
+        found = together.products(dense(x), form, w.group, self.store, self.scratch, self.target)
+        forms.update({id(member): result for (member, _), result in zip(w.group.members, found, strict=True)})
+        return forms.pop(id(w))
 
     def _plain(self, x: Tensor, w: Linear, dtype: torch.dtype) -> Tensor:
         """Without quantising x; bfloat16 products in official numerics where the weight is bfloat16's."""
@@ -166,9 +226,10 @@ class MatrixOps(ReferenceOps):
         scale, blocks = padded, w.blocks
         if quantise:
             padded, scale = linear.quantise(padded, w.blocks.k, self.target.fp8)
-        elif blocks.format == "pairs":
+            scale = dense(scale.t()) if isinstance(blocks, folded.Weights) else scale
+        elif isinstance(blocks, Grouped) and blocks.format == "pairs":
             raise FormatError(f"no float32 product with an FP4 weight [{w.n}, {w.k}] on {self.target.name}")
-        return moe.down(blocks, how, padded, scale, (order, owner), out, self.scratch)
+        return moe.down(blocks, how, padded, scale, moe.Tiles(order, owner), out, self.scratch)
 
     def output(self, o: Tensor, wo_a: Sequence[Linear], wo_b: Linear) -> Tensor:
         x, first = dense(o.flatten(1)), wo_a[0]
@@ -197,7 +258,7 @@ class MatrixOps(ReferenceOps):
 
     # ---- experts --------------------------------------------------------------------
     def route(self, x: Tensor, w: Router, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._plain(x, w.gate, torch.float32)
+        logits = self.linear_f32(x, w.gate)
         return route.route(logits, w.bias, w.table, tokens, w.top_k, w.scale)
 
     def moe(
@@ -208,12 +269,14 @@ class MatrixOps(ReferenceOps):
         experts: Experts,
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
+        valid: Tensor | None = None,
     ) -> Tensor:
+        """``valid`` bool [R]: rows that may get anything finite instead, and whose experts are not read."""
         rows, top = ids.shape
         if rows == 0:
             return torch.empty(0, x.shape[1], dtype=self.store, device=x.device)
-        w13: Grouped = experts.w13
-        w2: Grouped = experts.w2
+        w13: Grouped | folded.Weights = experts.w13
+        w2: Grouped | folded.Weights = experts.w2
         official = self.numerics.official
         quantised = official and experts.quantised
         how = self._expert_arithmetic(w13, quantised)
@@ -223,7 +286,14 @@ class MatrixOps(ReferenceOps):
             xq = torch.nn.functional.pad(dense(x), (0, w13.k - x.shape[1]))
             xq = dense(xq.to(torch.bfloat16 if how.kind == "bf16" else torch.float32))
             xs = xq  # not read
-        tiles = moe.plan(dense(ids), experts.count, moe.tile_of(rows, top, experts.count))
+        wide = isinstance(w13, folded.Weights)
+        tiles = moe.plan(
+            dense(ids),
+            experts.count,
+            moe.tile_of(rows, top, experts.count, folded=wide),
+            valid,
+            xs if wide else None,
+        )
         h, hs = moe.up(
             w13,
             how,
@@ -239,13 +309,14 @@ class MatrixOps(ReferenceOps):
         )
         parts = torch.empty(rows * top, x.shape[1], dtype=self.store, device=x.device)
         moe.down(w2, how, h, hs, tiles, parts, self.scratch)
-        return moe.combine(parts, [self._shared(x, *pair, limit) for pair in shared], rows, self.store)
+        return moe.combine(parts, [self._shared(x, *pair, limit) for pair in shared], rows, self.store, valid)
 
-    def _expert_arithmetic(self, w: Grouped, quantised: bool) -> Arithmetic:
+    def _expert_arithmetic(self, w: Grouped | folded.Weights, quantised: bool) -> Arithmetic:
         if quantised:
             return moe.arithmetic("fp8", self.target)
         narrow = self.numerics.official and w.data.dtype == torch.bfloat16
         return moe.arithmetic("bf16" if narrow else "f32", self.target)
 
     def _shared(self, x: Tensor, w13: Linear, w2: Linear, limit: float) -> Tensor:
-        return self.linear(moe.apply_swiglu(self.linear(x, w13), limit), w2)
+        form = self.target.fp8 if self.numerics.official and w2.quantised else None
+        return self.linear(moe.apply_swiglu(self.linear(x, w13), limit, form), w2)

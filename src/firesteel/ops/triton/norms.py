@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from firesteel.core import RowBatch
-from firesteel.ops.triton.launch import cdiv, dense, kernel, pow2
-from firesteel.ops.triton.rounding import e4m3_groups, on_grid, rotation
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
+from firesteel.ops.triton.rounding import e4m3_groups, on_grid, rotation, store_form
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.types import Norm, PassContext, Rope
 
@@ -34,43 +36,84 @@ def norm_rows(
     x_ptr,
     weight_ptr,
     out_ptr,
-    stride,
+    q_ptr,
+    step_ptr,
     eps,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    FORM: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < N
-    x = tl.load(x_ptr + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * N + lane, mask=inside, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x) / N + eps)
     if WEIGHTED:
         y = y * tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * N + lane, on_grid(y, OFFICIAL).to(out_ptr.dtype.element_ty), mask=inside)
+    y = on_grid(y, OFFICIAL)
+    tl.store(out_ptr + row * N + lane, y.to(out_ptr.dtype.element_ty), mask=inside)
+    if FORM:
+        store_form(y, q_ptr, step_ptr, row, N, BLOCK, FORM)
 
 
-def norm(x: Tensor, weight: Norm, store: torch.dtype, official: bool) -> Tensor:
-    """RMS norm of x [R, n] over its last dim, in ``store``."""
+@dataclass(frozen=True)
+class Form:
+    """Where a row's quantised form goes: e4m3 ``q`` [R, n] and float32 ``step`` [R, n/128].
+
+    ``kind`` as ``store_form`` takes it; 0: nowhere.
+    """
+
+    q: Tensor
+    step: Tensor
+    kind: int
+
+
+def form_of(x: Tensor, dtype: torch.dtype | None) -> Form:
+    """The place of the form in ``dtype`` of a result x [R, n].
+
+    There is none without a type, of odd widths, and in fnuz codes, into which Triton 3.6 cannot convert here.
+    """
     rows, n = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    if dtype != torch.float8_e4m3fn or n % 128:
+        return Form(x, x, 0)
+    q = torch.empty(rows, n, dtype=dtype, device=x.device)
+    return Form(q, torch.empty(rows, n // 128, dtype=torch.float32, device=x.device), 1)
+
+
+def remember(x: Tensor, form: Form) -> Tensor:
+    """x, which nobody will write to again, with its form for ``linear.quantised``."""
+    if form.kind:
+        x.quantised_forms = {(x.shape[1], form.q.dtype): (form.q, form.step)}  # type: ignore[attr-defined]
+    return x
+
+
+def norm(
+    x: Tensor, weight: Norm, store: torch.dtype, official: bool, form: torch.dtype | None = None
+) -> Tensor:
+    """RMS norm of x [R, n] over its last dim, in ``store``; ``form``: the e4m3 type of a quantised form beside it."""
+    x = dense(x)  # lines that begin at odd addresses would be another variant, with other bits
+    rows, n = x.shape
     out = torch.empty(rows, n, dtype=store, device=x.device)
-    block, w = pow2(n), weight.weight
+    block, w, also = pow2(n), weight.weight, form_of(out, form)
     if rows:
         norm_rows[(rows,)](
             x,
             x if w is None else dense(w),
             out,
-            x.stride(0),
+            also.q,
+            also.step,
             weight.eps,
             n,
             block,
             w is not None,
+            also.kind,
             official,
             num_warps=warps(block),
         )
-    return out
+    return remember(out, also)
 
 
 @kernel()
@@ -87,6 +130,7 @@ def turn_heads(
     BD: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     lane = tl.arange(0, BD)
@@ -133,6 +177,7 @@ def stored_rows(
     GROUP: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BD)
     flat: tl.constexpr = D - 2 * HALF
@@ -188,6 +233,7 @@ def embed_rows(
     BLOCK: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < D
@@ -213,6 +259,7 @@ def embed(table: Tensor, tokens: Tensor, streams: int, store: torch.dtype, offic
 def mean_streams(
     h_ptr, out_ptr, D: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr, OFFICIAL: tl.constexpr
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < D
@@ -247,6 +294,7 @@ def ring_rows(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + row)
     newest = tl.load(position_ptr + tl.load(last_ptr + row))
@@ -309,6 +357,7 @@ def row_angles(
     BLOCK: tl.constexpr,
     RATIO: tl.constexpr,
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     position = tl.load(position_ptr + row)
@@ -346,10 +395,10 @@ def _specs() -> list[Spec]:
             Spec(
                 f"norm_{name}",
                 norm_rows,
-                sig("x_ptr out_ptr", f32="weight_ptr", int="stride", float="eps"),
-                {"N": 4096, "BLOCK": 4096, "WEIGHTED": True, **o},
+                {**sig("x_ptr out_ptr", f32="weight_ptr step_ptr", float="eps"), "q_ptr": "*fp8"},
+                {"N": 4096, "BLOCK": 4096, "WEIGHTED": True, "FORM": int(official), **o},
                 {"num_warps": 8},
-                aligned=("stride",),
+                overrides={"gfx942": {"FORM": 0}},
             ),
             Spec(
                 f"query_{name}",

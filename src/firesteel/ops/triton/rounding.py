@@ -87,3 +87,22 @@ def rotation(cos_ptr, sin_ptr, at, lane, flat, dim):
 def sigmoid(x):
     """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def store_form(x, q_ptr, step_ptr, row, N: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
+    """The e4m3 form of a row x [BLOCK] of N values with a step per 128, as ``quantise_kernel`` makes it.
+
+    FORM 1: e4m3fn; 2: fnuz codes, which mean half, so that steps are doubled.
+    """
+    group = tl.arange(0, BLOCK // 128)
+    k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    v = tl.reshape(x, [BLOCK // 128, 128])
+    amax = tl.maximum(tl.max(tl.abs(v), axis=1), 1e-4)
+    step, inverse = pow2_scale(amax, E4M3_FRACTION, E4M3_EXPONENT)
+    code = tl.minimum(tl.maximum(v * inverse[:, None], -448.0), 448.0)
+    code = tl.where(v != v, v, code)  # a clamp would hide NaN
+    if FORM == 2:
+        code, step = code * 0.5, step * 2.0
+    tl.store(q_ptr + row * N + k, code.to(q_ptr.dtype.element_ty), mask=k < N)
+    tl.store(step_ptr + row * (N // 128) + group, step, mask=group < N // 128)

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton.launch import kernel, pow2
+from firesteel.ops.triton.launch import begin, kernel, pow2
 from firesteel.ops.triton.spec import Spec
 
 
@@ -40,6 +40,7 @@ def route_kernel(
     Chosen by score plus bias, ties to the lowest id, or read from table int64 [V, TOP]. A row
     with NaN still gets valid ids.
     """
+    begin()
     row = tl.program_id(0).to(tl.int64)
     bins, lane = tl.arange(0, BINS), tl.arange(0, LANES)
     real = bins < EXPERTS

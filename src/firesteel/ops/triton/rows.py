@@ -7,11 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from firesteel.core import RowBatch, SampleRows
-from firesteel.ops.triton.launch import aligned_lines, cdiv, kernel, pow2
+from firesteel.ops.triton.launch import aligned_lines, begin, cdiv, kernel, pow2
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.types import PromptRows, SlotState
 
 LANES = 16  # rows per program of ``list_rows``: each is compared with all groups
+BLOCK_LANES = 128
 FAR = tl.constexpr(2**30)
 
 
@@ -35,6 +36,7 @@ def admit_drafts(  # type: ignore[no-untyped-def]
 
     Positive floats order like their bits, so the last value admitted is found bit by bit.
     """
+    begin()
     lane = tl.arange(0, DEPTH * GROUPS)  # depth-major
     depth, group = lane // GROUPS, lane % GROUPS
     there = group < groups
@@ -124,6 +126,7 @@ def list_rows(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
 ):
     """Prompt rows are copied, decode rows follow from the widths; the first program writes the groups' table."""
+    begin()
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     at = tl.arange(0, GROUPS)
     mine = tl.load(widths + at, mask=at < groups, other=0).to(tl.int32)
@@ -133,7 +136,7 @@ def list_rows(  # type: ignore[no-untyped-def]
     token = tl.load(prompt_tokens + lane, mask=is_prompt, other=0)
     position = tl.load(prompt_positions + lane, mask=is_prompt, other=0)
     slot = tl.load(prompt_slots + lane, mask=is_prompt, other=0)
-    begin = tl.load(prompt_first + lane, mask=is_prompt, other=0)
+    head_row = tl.load(prompt_first + lane, mask=is_prompt, other=0)
     end = tl.load(prompt_last + lane, mask=is_prompt, other=0)
     # rows of decodes: the group is the number of groups that end at or before the row
     row = lane - prompt_rows
@@ -149,13 +152,13 @@ def list_rows(  # type: ignore[no-untyped-def]
     token = tl.where(real, tl.where(depth == 0, tl.load(anchor + own, mask=real, other=0), proposal), token)
     position = tl.where(real, tl.load(cursor + own, mask=real, other=0) + depth, position)
     slot = tl.where(real, own, tl.where(is_decode, scratch, slot))
-    begin = tl.where(real, prompt_rows + start, tl.where(is_decode, lane, begin))
+    head_row = tl.where(real, prompt_rows + start, tl.where(is_decode, lane, head_row))
     end = tl.where(real, prompt_rows + stop - 1, tl.where(is_decode, lane, end))
     some = is_prompt | is_decode
     tl.store(tokens + lane, token, mask=some)
     tl.store(positions + lane, position, mask=some)
     tl.store(slots + lane, slot, mask=some)
-    tl.store(first + lane, begin, mask=some)
+    tl.store(first + lane, head_row, mask=some)
     tl.store(last + lane, end, mask=some)
     tl.store(valid + lane, (is_prompt | real).to(tl.int8), mask=some)
     tl.store(history + slot * length + position, token, mask=(is_prompt | real) & (position < length))
@@ -211,6 +214,53 @@ def build_rows(
     return rows, samples
 
 
+@kernel("count", "width", "noise_token")
+def list_blocks(  # type: ignore[no-untyped-def]
+    given, cursor, anchor, tokens, positions, slots, first, last, valid, count, width, noise_token,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Rows of draft blocks: the anchor and ``width`` - 1 noise tokens of every given slot."""
+    begin()
+    row = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    ok = row < count
+    place, start = row % width, row // width * width
+    slot = tl.load(given + row // width, mask=ok, other=0)
+    token = tl.load(anchor + slot, mask=ok, other=0)
+    tl.store(tokens + row, tl.where(place == 0, token, noise_token), mask=ok)
+    tl.store(positions + row, tl.load(cursor + slot, mask=ok, other=0) + place, mask=ok)
+    tl.store(slots + row, slot, mask=ok)
+    tl.store(first + row, start.to(tl.int64), mask=ok)
+    tl.store(last + row, (start + width - 1).to(tl.int64), mask=ok)
+    tl.store(valid + row, tl.zeros((LANES,), tl.int8) + 1, mask=ok)
+
+
+def block_rows(slots: Tensor, width: int, noise_token: int, state: SlotState) -> RowBatch:
+    """Rows as of ``Ops.block_rows``."""
+    count, device = slots.shape[0] * width, slots.device
+    tokens, positions, owner, first, last = aligned_lines(5, count, torch.int64, device).unbind()
+    valid = torch.empty(count, dtype=torch.bool, device=device)
+    if count:
+        list_blocks[(cdiv(count, BLOCK_LANES),)](
+            *(
+                slots,
+                state.cursor,
+                state.anchor,
+                tokens,
+                positions,
+                owner,
+                first,
+                last,
+                valid.view(torch.int8),
+            ),
+            count,
+            width,
+            noise_token,
+            LANES=BLOCK_LANES,
+            num_warps=1,
+        )
+    return RowBatch(tokens, positions, owner, first, last, valid, 0)
+
+
 def _specs() -> list[Spec]:
     names = {"admit_drafts": admit_drafts, "list_rows": list_rows}
     special = {"survival": "*fp32", "valid": "*i8"}
@@ -224,6 +274,9 @@ def _specs() -> list[Spec]:
                 is_count = arg in whole and not (arg == "drafts" and fn is list_rows)
                 signature[arg] = "i32" if is_count else special.get(arg, "*i64")
         out.append(Spec(name, fn, signature, constants, {"num_warps": 4}))
+    blocks = {a: "*i64" for a in list_blocks.arg_names if a != "LANES"}
+    blocks |= {"valid": "*i8", **dict.fromkeys(("count", "width", "noise_token"), "i32")}
+    out.append(Spec("list_blocks", list_blocks, blocks, {"LANES": BLOCK_LANES}, {"num_warps": 1}))
     return out
 
 

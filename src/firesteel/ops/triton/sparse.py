@@ -46,6 +46,11 @@ class SparseOps(ReferenceOps):
     def _official(self) -> bool:
         return self.numerics.official
 
+    @property
+    def _form(self) -> torch.dtype | None:
+        """The type in which quantised products read what a norm gives."""
+        return self.target.fp8 if self.numerics.official else None
+
     def begin_pass(
         self,
         rows: RowBatch,
@@ -54,6 +59,8 @@ class SparseOps(ReferenceOps):
         ropes: Mapping[str, Rope],
         ratios: Sequence[int],
     ) -> PassContext:
+        tables = (rows.tokens, rows.positions, rows.slots, rows.first, rows.last, rows.valid)
+        assert all(t.is_contiguous() for t in tables), "kernels find row r of a table at its r-th element"
         rotary = {name: norms.rotary(rope, rows.positions, 1) for name, rope in ropes.items()}
         entry = {r: norms.rotary(ropes["compress"], rows.positions, r) for r in ratios}
         return PassContext(rows, page_table, page_size, rotary, entry)
@@ -62,21 +69,30 @@ class SparseOps(ReferenceOps):
         return norms.embed(table, tokens, streams, self.store, self._official)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return norms.norm(x, norm, self.store, self._official)
+        return norms.norm(x, norm, self.store, self._official, self._form)
 
     def tap(self, h: Tensor) -> Tensor:
         return norms.tap(h, self.store, self._official)
 
     def hyper_pre(self, h: Tensor, w: Hyper, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-        fn = f32_weight(w.fn)
-        return hyper.pre(h, fn, w.base, w.scale, w.iters, w.eps, w.rms_eps, norm, self.store, self._official)
+        return hyper.pre(h, self._mixer(w, norm))
+
+    def hyper_step(
+        self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor, w: Hyper, norm: Norm
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return hyper.step(f, h, post, comb, self._mixer(w, norm))
+
+    def _mixer(self, w: Hyper | HyperHead, norm: Norm) -> hyper.Mixer:
+        iters = w.iters if isinstance(w, Hyper) else 0
+        return hyper.Mixer(
+            f32_weight(w.fn), w.base, w.scale, iters, w.eps, w.rms_eps, norm, self.store, self._official, self._form
+        )  # fmt: skip
 
     def hyper_post(self, f: Tensor, h: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return hyper.post(f, h, post, comb, self.store, self._official)
 
     def hyper_head(self, h: Tensor, w: HyperHead, norm: Norm) -> tuple[Tensor, Tensor]:
-        fn = f32_weight(w.fn)
-        return hyper.head(h, fn, w.base, w.scale, w.eps, w.rms_eps, norm, self.store, self._official)
+        return hyper.head(h, self._mixer(w, norm))
 
     def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
         return norms.query(q, heads, eps, norms.angles(table, ctx), self.store, self._official)

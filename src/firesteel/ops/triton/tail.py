@@ -108,6 +108,14 @@ class TailOps(ReferenceOps):
     ) -> Tensor:
         return commit.survival(proposal, slots, state, calibration)
 
+    def note_drafts(
+        self, proposal: Proposal, slots: Tensor, state: SlotState, calibration: Calibration | None
+    ) -> Tensor:
+        return commit.survival(proposal, slots, state, calibration, note=True)
+
+    def block_rows(self, slots: Tensor, width: int, noise_token: int, state: SlotState) -> RowBatch:
+        return rows.block_rows(dense(slots), width, noise_token, state)
+
     # ---- rows and commit ------------------------------------------------------
     def admit(self, decodes: Tensor, drafts: int, state: SlotState) -> Tensor:
         return rows.admit(dense(decodes), drafts, state)
