@@ -6,8 +6,10 @@ again from the static inputs and writes into the tensors that recording returned
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +204,7 @@ def test_the_self_test_refuses_a_replay_that_differs(folder: Path, broken: torch
 def test_the_rehearsal_has_mixed_rows_and_leaves_no_trace(folder: Path) -> None:
     llm = engine(folder, False)
     runner = llm.engine.runner
-    before = Rehearsal(runner, 96)
+    before = Rehearsal(runner, 96, runner.memory.gamma)
     rows, samples = before.rows(20, 3)
     assert rows.count == 20 and int((rows.last - rows.first).max()) == 7, "decodes and a prompt chunk"
     assert len(set(samples.width.tolist())) > 1, "random widths"
@@ -211,6 +213,16 @@ def test_the_rehearsal_has_mixed_rows_and_leaves_no_trace(folder: Path) -> None:
 
 
 # ---- devices -------------------------------------------------------------------------------
+def test_an_engine_without_drafter_records_over_slots_that_hold_drafts(folder: Path) -> None:
+    """As the arm of a sweep that does not speculate: its steps have one row per request."""
+    llm = engine(folder, False)
+    twin = copy.copy(llm.engine.runner)
+    twin.drafter, twin._saved, twin.graphs = None, {}, None
+    config = replace(llm.engine.config, speculative=None, max_num_batched_tokens=64)
+    graphs = record_graphs(twin, config, llm.engine.max_model_len, recorder=Replayer())
+    assert graphs.plan.gamma == 0 < twin.memory.gamma and graphs.plan.rows[-1] > graphs.plan.samples[-1]
+
+
 def test_a_device_that_is_not_there_is_an_error_and_a_choice_is_explained(folder: Path) -> None:
     with pytest.raises(ParameterError, match="backend='native': computes on the CPU only"):
         place(EngineConfig(device="cuda", backend="native"))

@@ -34,3 +34,16 @@ class Draftboard:
     snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
     budget: Budget = NO_DRAFTS
     preempted: bool = False
+
+
+def candidate(seq: Sequence) -> Candidate:
+    """It as the policy sees it; drafts that its length limit rules out do not exist."""
+    params, ready, cap = seq.params, seq.ready, seq.draft_cap
+    room = seq.max_len - seq.known - seq.in_flight - 1  # every step in flight gives a token
+    if room <= max(ready, cap):
+        ready, cap = min(ready, max(room, 0)), min(cap, max(room - 1, 0))
+    weight = 2.0 ** -min(max(params.priority, -6), 6) if params.priority else 1.0
+    kind = 1 if params.temperature > 0 else 0
+    return Candidate(
+        seq.request_id, min(ready, seq.draft_cap), cap, kind, weight, params.min_tokens_per_second
+    )

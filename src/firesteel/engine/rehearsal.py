@@ -22,16 +22,17 @@ class Rehearsal:
     """Random requests in every slot of an idle engine; ``leave`` gives the slots back.
 
     ``length``: tokens a request may have. Drafts, survivals and lengths are
-    random, so that verify widths are, too.
+    random, so that verify widths are, too; up to ``gamma`` drafts, which may be fewer than there is room for
+    in the slots (an engine without a drafter over the slots of one that has it).
     """
 
-    def __init__(self, runner: Runner, length: int, seed: int = 0):
-        self.runner, self.length = runner, length
+    def __init__(self, runner: Runner, length: int, gamma: int, seed: int = 0):
+        self.runner, self.length, self.gamma = runner, length, gamma
         self.device = runner.device
         self.generator = torch.Generator().manual_seed(seed)
         self.before = self.state()
         self.held: list[int] = []
-        gamma, memory = runner.memory.gamma, runner.memory
+        memory = runner.memory
         context = max(1, min(CONTEXT, length - gamma - 2))
         while (slot := memory.take_slot(min(context + gamma + 2, length))) is not None:
             self.held.append(slot)
@@ -41,7 +42,7 @@ class Rehearsal:
     def _fill(self, context: int) -> None:
         state, n = self.runner.slots.state, len(self.held)
         at = self._to(torch.tensor(self.held, dtype=torch.int64))
-        vocab, gamma = self.runner.target.config.vocab_size, self.runner.memory.gamma
+        vocab, gamma = self.runner.target.config.vocab_size, self.gamma
 
         def ints(high: int, *shape: int) -> Tensor:
             return self._to(torch.randint(0, high, (n, *shape), generator=self.generator))
@@ -64,7 +65,7 @@ class Rehearsal:
     # ---- what the self-test asks for ------------------------------------------
     def rows(self, count: int, groups: int) -> tuple[RowBatch, SampleRows]:
         """Decodes of as many requests as there is room for; what they leave goes to one prompt chunk."""
-        ops, state, gamma = self.runner.target.ops, self.runner.slots.state, self.runner.memory.gamma
+        ops, state, gamma = self.runner.target.ops, self.runner.slots.state, self.gamma
         prompt, live = self._no_prompt(), self.held[: min(count, max(groups, 1))]
         spare = count - len(self.held) * (1 + gamma)
         if spare > 0 and len(live) > 1:
@@ -133,7 +134,7 @@ def record_graphs(
     scratch = runner.slots.state.cursor.shape[0] - 1
     graphs = Graphs(runner, plan, recorder or DeviceRecorder(runner.device), scratch)
     graphs.record(progress)
-    world = Rehearsal(runner, length)
+    world = Rehearsal(runner, length, gamma)
     try:
         graphs.self_test(world, progress)
     finally:

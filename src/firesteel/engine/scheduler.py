@@ -22,7 +22,7 @@ from firesteel.core import (
     SnapshotOrder,
     StepPlan,
 )
-from firesteel.engine.draftboard import Draftboard, SchedulerStats
+from firesteel.engine.draftboard import Draftboard, SchedulerStats, candidate
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
@@ -112,8 +112,8 @@ class Scheduler:
         draft = NO_DRAFTING
         if self.gamma and sampling:
             have = board.candidates  # nothing that they say has changed since
-            late = [self._candidate(s) for s in board.decodes[len(have) :]]
-            firsts = [self._candidate(s) for s in board.firsts]
+            late = [candidate(s) for s in board.decodes[len(have) :]]
+            firsts = [candidate(s) for s in board.firsts]
             draft = self.policy.drafting([*firsts, *have, *late] if firsts or late else have, load)
         decodes = [Decode(s.request_id, s.slot) for s in board.decodes]
         drafting = [*(Decode(s.request_id, s.slot) for s in board.firsts), *decodes]
@@ -181,25 +181,12 @@ class Scheduler:
             board.room -= board.budget.drafts
 
     def _offer(self, seq: Sequence, bound: int) -> Candidate:
-        """``_candidate``, as it was in the step before while it is the same and its length limit is far."""
+        """``candidate``, as it was in the step before while it is the same and its length limit is far."""
         if bound + self.gamma + 1 >= seq.max_len:
-            return self._candidate(seq)
+            return candidate(seq)
         if seq.offer is None or seq.offer[0] != seq.ready:
-            seq.offer = seq.ready, self._candidate(seq)
+            seq.offer = seq.ready, candidate(seq)
         return seq.offer[1]
-
-    @staticmethod
-    def _candidate(seq: Sequence) -> Candidate:
-        """It as the policy sees it; drafts that its length limit rules out do not exist."""
-        params, ready, cap = seq.params, seq.ready, seq.draft_cap
-        room = seq.max_len - seq.known - seq.in_flight - 1  # every step in flight gives a token
-        if room <= max(ready, cap):
-            ready, cap = min(ready, max(room, 0)), min(cap, max(room - 1, 0))
-        weight = 2.0 ** -min(max(params.priority, -6), 6) if params.priority else 1.0
-        kind = 1 if params.temperature > 0 else 0
-        return Candidate(
-            seq.request_id, min(ready, seq.draft_cap), cap, kind, weight, params.min_tokens_per_second
-        )
 
     @staticmethod
     def _bounds(board: Draftboard) -> list[int]:
