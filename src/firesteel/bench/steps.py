@@ -36,6 +36,7 @@ from firesteel.core import StepPlan
 from firesteel.engine.llm import LLM
 from firesteel.engine.profile import Profiler
 from firesteel.errors import user_errors
+from firesteel.ops.interface import Ops
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUESTS = (1, 4, 16, 64, 256)
@@ -199,6 +200,12 @@ class _Watching:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
+
+    def draft_stage(self, *args: Any) -> Tensor:
+        """As the op; where it consists of other ops, of these here."""
+        own = type(self._ops).draft_stage
+        stage: Tensor = Ops.draft_stage(self, *args) if own is Ops.draft_stage else own(self._ops, *args)  # type: ignore[arg-type]
+        return stage
 
     def route(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As the op, and note how many distinct experts it chose."""

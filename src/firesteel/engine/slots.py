@@ -14,7 +14,6 @@ from firesteel.core import Admission
 from firesteel.engine.sync import upload
 from firesteel.ops.types import SlotState
 
-
 INTS = (
     "cursor", "anchor", "alive", "draft_len", "draft_cap", "passes", "max_len",
     "seed_lo", "seed_hi", "sample", "top_k", "stop_from", "prompt_len",

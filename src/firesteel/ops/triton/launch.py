@@ -13,15 +13,14 @@ House rules for every kernel here:
 
 from __future__ import annotations
 
-import os
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
