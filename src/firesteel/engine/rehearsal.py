@@ -51,6 +51,7 @@ class Rehearsal:
         state.anchor[at], state.drafts[at] = ints(vocab), ints(vocab, state.drafts.shape[1])
         state.alive[at], state.max_len[at] = 1, self.length
         state.draft_len[at], state.draft_cap[at] = ints(gamma + 1), gamma
+        state.draft_len[at[:1]] = gamma  # some drafts, whatever was drawn
         state.seed_lo[at], state.seed_hi[at] = ints(2**32), ints(2**32)
         state.temperature[at] = self._to(torch.rand(n, generator=self.generator).round())
         steps = torch.rand(n, state.survival.shape[1], generator=self.generator)

@@ -22,8 +22,20 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a Triton built for AMD alone: nothing there is launched early
+
+    @triton.jit
+    def gdc_launch_dependents():
+        """Nothing."""
+
+    @triton.jit
+    def gdc_wait():
+        """Nothing."""
+
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")  # read when a kernel is decorated
 
