@@ -31,7 +31,7 @@ class Plan:
     concurrency: tuple[int, ...] = (64, 32, 16, 8, 4, 2, 1)
     arms: str = "none,1,3,5,7,adaptive"
     rounds: int = 8
-    requests: int | None = None  # of one round; None: 3 x concurrency, at least 8
+    requests: int | None = None  # of one round; None: 3 x concurrency, at least 24
     waves: int | None = None  # the same as a multiple of the concurrency
     max_tokens: int = 96
     temperature: float = 1.0
@@ -68,7 +68,7 @@ class Plan:
         """Requests of one round."""
         if self.waves is not None:
             return self.waves * concurrency
-        return self.requests or max(3 * concurrency, 8)
+        return self.requests or max(3 * concurrency, 24)  # fewer, and the run-down is most of a round
 
 
 def pin(cpu: int | None) -> int | None:

@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "--requests-per-round",
         default=None,
         metavar="N or Nx",
-        help="a number, or times the concurrency as in 1x (default: 3x, at least 8)",
+        help="a number, or times the concurrency as in 1x (default: 3x, at least 24)",
     )
     p.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer at most")
     p.add_argument("--temperature", type=float, default=1.0)
