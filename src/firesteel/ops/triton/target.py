@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ TARGETS = {
         Target("sm_100", "cuda", 100, 32, 227 * KIB, torch.float8_e4m3fn, True),
     )
 }
+NEWEST_NEEDED = (3, 8)  # Triton on sm_100: 3.6 stops in a pass of its own, 3.7 was not tried
 INTERPRETER = Target("interpreter", "cpu", 0, 32, 227 * KIB, torch.float8_e4m3fn, False)
 
 
@@ -72,4 +74,8 @@ def of_device(device: torch.device) -> Target:
     name = arch if torch.version.hip else f"sm_{props.major}{props.minor}"
     if name not in TARGETS:
         raise TargetError(f"no kernels for {props.name} ({name}); known: {', '.join(TARGETS)}")
+    if name == "sm_100" and tuple(map(int, triton.__version__.split(".")[:2])) < NEWEST_NEEDED:
+        raise TargetError(
+            f"Triton {triton.__version__} fails on the block-scaled expert kernels for sm_100; install 3.8 or newer"
+        )
     return TARGETS[name]
