@@ -24,7 +24,8 @@ from firesteel.ops.reference import numeric
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.testing import assert_close, assert_row_invariant, same_bits
 from firesteel.ops.testing_cases import ROW_CASES, Case, normal, weight
-from firesteel.ops.triton import target, together
+from firesteel.ops.triton import target as targets
+from firesteel.ops.triton import together
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.compile import Made, judge, merged, page, read_runs, specs, write_runs
 from firesteel.ops.triton.linear import Shape, fresh, product, quantise, quantised, to_fnuz
@@ -295,13 +296,13 @@ def test_a_device_that_this_triton_cannot_compile_for_is_named(
 ) -> None:
     props = type("Props", (), {"major": 10, "minor": 0, "name": "B200"})()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
-    monkeypatch.setattr(target.triton, "__version__", version)
-    find = target.of_device.__wrapped__
+    monkeypatch.setattr(targets.triton, "__version__", version)
+    find = targets.of_device.__wrapped__
     if fits:
         assert find(torch.device("cuda")).name == "sm_100"
     else:
-        with pytest.raises(target.TargetError, match="Triton 3.6.0 .* 3.8 or newer"):
+        with pytest.raises(targets.TargetError, match=r"Triton 3\.6\.0 .* 3\.8 or newer"):
             find(torch.device("cuda"))
     props.major = 7
-    with pytest.raises(target.TargetError, match="no kernels for B200"):
+    with pytest.raises(targets.TargetError, match="no kernels for B200"):
         find(torch.device("cuda"))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401 -- the interpreter looks for it where a kernel is defined
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
