@@ -26,6 +26,7 @@ from firesteel.core import FinishReason
 from firesteel.engine.output import Answer, Completion
 from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
+from firesteel.speculation.policy import Adaptive
 from firesteel.tokenizer import FIRST_BYTE, byte_tokenizer
 
 VOCAB = 300
@@ -303,6 +304,9 @@ class Episode:
         assert memory.pool.free == memory.num_pages, "the cache leaked a page"
         assert engine.runner.saved_bytes == 0, "a preempted request's copy leaked"
         assert not engine.busy
+        policy = engine.scheduler.policy
+        if isinstance(policy, Adaptive):  # the book forgets with the next digest
+            assert set(policy.book._row) <= set(policy.lessons._gone), "the policy keeps an ended request"
 
 
 def run_traffic(

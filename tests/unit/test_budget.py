@@ -152,6 +152,35 @@ def test_a_wrong_table_heals_and_departures_are_counted() -> None:
     assert np.array_equal(before, m.corrections)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": (-5, 2, 4, 8)},
+        {"rows": (0, 2, 4, 8)},
+        {"requests": ()},
+        {"requests": (0, 4)},
+        {"requests": (4, 1)},
+        {"draft": {0: (1.0, 2.0)}},
+        {"context_ms": float("nan")},
+        {"context_ms": float("inf")},
+        {"context_ms": -0.1},
+        {"context": -1},
+    ],
+)
+def test_a_malformed_table_is_refused(changes: dict[str, object]) -> None:
+    if changes.get("requests") == ():
+        changes = changes | {"draft": {1: ()}}
+    with pytest.raises(CostError, match="profile again"):
+        table(**changes)
+
+
+def test_a_price_that_is_no_number_teaches_nothing() -> None:
+    m = CostModel(table())
+    before = m.corrections.copy()
+    assert not m.observe(4, float("nan"), 5.0) and not m.observe(4, float("inf"), 5.0)
+    assert m.corrections == before
+
+
 def test_tables_travel_only_to_where_they_belong(tmp_path: object) -> None:
     file = f"{tmp_path}/cost.json"
     table().save(file)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from firesteel.bench.virtual import tables
 from firesteel.speculation.adaptive import Adaptive
 from firesteel.speculation.book import Book
 from firesteel.speculation.budget import best_of, best_of_few
@@ -14,6 +15,7 @@ from firesteel.speculation.cost import CostModel, CostTable
 from firesteel.speculation.recent import SIZE, Recent
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, DraftBlocks, Load, Proposed, Timing, Verified
+from firesteel.speculation.watch import Watch
 
 K = 3
 
@@ -121,3 +123,17 @@ def test_the_same_question_gets_the_same_answer_object() -> None:
     first = policy.drafting(asked, load)
     assert first.request_ids == {1} and policy.drafting(list(asked), load) is first
     assert policy.budget(asked, load) is policy.budget(list(asked), load)
+
+
+def test_a_head_that_fails_now_and_then_is_named_once() -> None:
+    watch, rng, news = Watch(CostModel(tables(3)["linear"])), np.random.default_rng(0), []
+    for i in range(300):
+        head = rng.normal(size=(4, 3))
+        if i % 5 == 0:
+            head[0, 0] = np.nan
+        watch.signals(head, np.full(4, 3))
+        news += watch.news()
+    assert [name for name, _ in news] == ["confidence not finite"]
+    for _ in range(10):  # more than 64 finite ones
+        watch.signals(rng.normal(size=(4, 3)), np.full(4, 3))
+    assert "confidence not finite" not in watch.alarms

@@ -85,6 +85,7 @@ class Scheduler:
         if seq.saved_pages:
             self._forget.append(seq.request_id)
             self._swapped -= self._copy_bytes(seq.saved_pages)
+        self.policy.forget(seq.request_id)  # it may have run before
         del self._by_id[seq.request_id]
 
     # ---- plan --------------------------------------------------------------------

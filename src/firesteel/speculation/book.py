@@ -8,7 +8,6 @@ requests: at 256 of them a Python loop would cost more than a step.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +80,7 @@ class Book:
         self.version = 0  # of everything that ``scenarios`` depends on
         self._scenes: tuple[object, Floats] | None = None  # the last ones and what they were made of
         self._single: tuple[object, list[float]] | None = None  # likewise
-        self.wishes = False  # whether any request ever had one
+        self.wishes = False  # whether any request has one
         self._lives: deque[tuple[float, float, int]] = deque(maxlen=LIVES)
         self._takes = 0
         self._prior = FILED if usual else JUDGED if proven else GUESS
@@ -150,6 +149,9 @@ class Book:
         if row is not None:
             self.version += 1
             self._free.append(row)
+            if self._floor[row] > 0:
+                self._floor[row] = 0.0
+                self.wishes = any(self._floor[r] > 0 for r in self._row.values())
             n = int(min(self._seen[row], CASES))
             if n > 1:
                 worth = self._survival[row, :n].sum(1)
@@ -181,7 +183,7 @@ class Book:
         """New blocks, oldest first: kind and width [n], head and margin [n, K] of which a block reaches ``width``."""
         self.version += 1
         rows, feature = self.rows(request_ids), margin_feature(margin)
-        if not math.isfinite(float(head.sum())):
+        if not np.isfinite(head).all():
             head = np.nan_to_num(head)
         low, high = int(kind.min()), int(kind.max())
         p = self._conditional(head, feature, low if low == high else kind)

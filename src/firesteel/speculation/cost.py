@@ -55,11 +55,18 @@ class CostTable:
     staircase: bool = False
 
     def __post_init__(self) -> None:
-        ok = len(self.rows) == len(self.step_ms) >= 1 and list(self.rows) == sorted(set(self.rows))
+        ok = all(
+            line and line[0] >= 1 and list(line) == sorted(set(line)) for line in (self.rows, self.requests)
+        )
+        ok = ok and len(self.rows) == len(self.step_ms) and all(w >= 1 for w in self.draft)
+        ok = ok and self.context >= 0 and math.isfinite(self.context_ms) and self.context_ms >= 0
         widths = all(len(v) == len(self.requests) for v in self.draft.values())
         prices = [*self.step_ms, *(p for v in self.draft.values() for p in v)]
         if not (ok and widths and all(np.isfinite(p) and p > 0 for p in prices)):
-            raise CostError("cost table: needs ascending rows and positive finite prices; profile again")
+            raise CostError(
+                "cost table: needs ascending positive rows, requests and widths, positive finite prices and a "
+                "finite context price of at least 0; profile again"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -209,7 +216,7 @@ class CostModel:
 
         True if it departed from its prediction by more than 1.3x.
         """
-        if rows <= 0 or not math.isfinite(measured_ms) or measured_ms <= 0 or predicted_ms <= 0:
+        if rows <= 0 or not (0 < measured_ms < math.inf and 0 < predicted_ms < math.inf):
             return False
         self.measured += 1
         ratio = min(max(measured_ms / predicted_ms, 0.2), 5.0)

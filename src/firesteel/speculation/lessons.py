@@ -8,6 +8,7 @@ whatever the load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,7 +89,7 @@ class Lessons:
 
     def _clock(self, step: Step) -> None:
         _, verified, timing = step
-        if verified:
+        if verified and math.isfinite(timing.measured_ms) and timing.measured_ms > 0:
             ids, tokens = [v.request_id for v in verified], np.array([v.accepted + 1 for v in verified])
             self.book.clock(ids, tokens, timing.measured_ms)
 

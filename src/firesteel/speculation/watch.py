@@ -7,7 +7,6 @@ wrong stops paying. But whoever runs the engine should hear of it.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -34,6 +33,7 @@ class Watch:
         self._firsts: deque[bool] = deque(maxlen=OUTCOMES)
         self._heads: deque[tuple[float, float, int]] = deque(maxlen=SIGNALS)
         self._priced = 0
+        self._whole = 0  # finite confidences since the last one that was not
         self._look_at(cost.table, cost.spikes)
 
     def _look_at(self, table: CostTable, spikes: Sequence[int]) -> None:
@@ -95,13 +95,16 @@ class Watch:
         """Confidences [n, K] of new blocks, ``width`` [n] of them each."""
         depths = head.shape[1]
         values = head if int(width.min()) == depths else head[np.arange(depths) < width[:, None]]
-        broken = not math.isfinite(float(values.sum()))
+        broken = not np.isfinite(values).all()
+        self._whole = 0 if broken else self._whole + values.size
         if broken:
             values = np.nan_to_num(values)
         low, high = float(values.min()), float(values.max())
         self._heads.append((low, high, values.size))
         self._set(
-            "confidence not finite", broken, "the confidence head gives NaN or infinity; it counts as 0"
+            "confidence not finite",
+            self._whole < SIGNALS and bool(broken or "confidence not finite" in self.alarms),
+            "the confidence head gives NaN or infinity; it counts as 0",
         )
         while len(self._heads) > 1 and sum(h[2] for h in self._heads) - self._heads[0][2] >= SIGNALS:
             self._heads.popleft()
