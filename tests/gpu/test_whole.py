@@ -14,22 +14,29 @@ PROMPTS = [[3 + (7 * i + j * j) % 250 for i in range(2 + 5 * j)] for j in range(
 Texts = list[tuple[int, ...]]
 
 
-def texts(seqs: int, copies: int = 1, k: int = 0, **speculative: Any) -> Texts:
-    """Answers to ``copies`` of all prompts (the seeds repeat), ``seqs`` at once."""
-    spec = {"num_speculative_tokens": k, **speculative} if k else None
-    llm = LLM(
-        None,
-        device="cuda",
-        max_num_seqs=seqs,
-        max_num_batched_tokens=512,
-        max_model_len=512,
-        speculative=spec,
-    )
+DEVICE = "cuda"
+LONG = [[3 + (7 * i + j * j) % 250 for i in range(j)] for j in (240, 250, 300, 253)]  # a page holds 256
+
+
+def texts(seqs: int, copies: int = 1, k: int = 0, **changes: Any) -> Texts:
+    """Answers to ``copies`` of all prompts (the seeds repeat), ``seqs`` at once, of an engine with ``changes``."""
+    return answers(engine(seqs, k, **changes), PROMPTS, copies)
+
+
+def answers(llm: LLM, prompts: list[list[int]], copies: int = 1) -> Texts:
+    """Token ids, every other one greedy."""
     params = [
         SamplingParams(max_tokens=32, temperature=float(i % 2), seed=i, ignore_eos=True)
-        for i in range(len(PROMPTS))
+        for i in range(len(prompts))
     ]
-    return [tuple(c.token_ids) for c in llm.generate(PROMPTS * copies, params * copies)]
+    return [tuple(c.token_ids) for c in llm.generate(prompts * copies, params * copies)]
+
+
+def engine(seqs: int, k: int, adaptive: bool = False, **changes: Any) -> LLM:
+    """The bundled model with ``k`` drafts."""
+    spec = {"num_speculative_tokens": k, "enable_adaptive_verification": adaptive} if k else None
+    settings = {"max_num_batched_tokens": 512, "max_model_len": 512, "speculative": spec, **changes}
+    return LLM(None, device=DEVICE, max_num_seqs=seqs, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,24 @@ def test_drafts_change_no_text(alone: Texts, k: int) -> None:
 @pytest.mark.parametrize("seqs", [1, 16, 256])
 def test_adaptive_changes_no_text(alone: Texts, seqs: int) -> None:
     copies = max(1, seqs // 16)
-    assert texts(seqs, copies, 7, enable_adaptive_verification=True) == alone * copies
+    assert texts(seqs, copies, 7, adaptive=True) == alone * copies
+
+
+@pytest.mark.parametrize("rows", [16, 37, 200])
+def test_chunks_change_no_text(alone: Texts, rows: int) -> None:
+    assert texts(8, k=5, max_num_batched_tokens=rows) == alone
+
+
+def test_preemption_changes_no_text() -> None:
+    few = engine(4, 5, num_pages=6, prefix_caching=False)
+    assert answers(few, LONG) == answers(engine(1, 0), LONG)
+    assert few.engine.scheduler.stats.preemptions > 0
+
+
+def test_a_cached_prefix_changes_no_text() -> None:
+    cached = engine(4, 5, prefix_caching=True)
+    assert answers(cached, LONG) == answers(cached, LONG) == answers(engine(1, 0), LONG)
+    assert cached.engine.cache is not None and cached.engine.cache.holds(), "a page and its window are kept"
 
 
 def test_memory_stays_over_ten_thousand_steps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,9 @@ class NoEngine(EngineClient):
 
     async def stop(self) -> None:
         pass
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        raise AssertionError("it is never ready")
 
 
 @pytest.mark.parametrize("path", list(pages.FILES))

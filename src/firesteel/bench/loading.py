@@ -4,8 +4,8 @@ Writes a checkpoint of random weights in the official layout (made on the device
 benchmarks of a geometry) unless the folder holds one, then loads it as the server does and compares
 the bytes on the device with those in the files.
 
-    firesteel bench loading --model tiny --folder /tmp/tiny
-    firesteel bench loading --model flash-8L --folder /tmp/flash-8L --set device=cuda --json loading.json
+    firesteel bench loading --model tiny --folder F
+    firesteel bench loading --model flash-8L --folder F --set device=cuda --json loading.json
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ stream is what its ``final`` holds.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,7 +52,7 @@ class TokenSplitter:
         return text
 
 
-class Choice:
+class Choice(ABC):
     """What both kinds of choices share."""
 
     def __init__(self, index: int, prompt: Sequence[int], asked: Asked, tokenizer: Tokenizer | None) -> None:
@@ -72,8 +73,9 @@ class Choice:
         pieces = self._splitter.split(piece) if self._splitter is not None else [piece]
         return [choice for part in pieces for choice in self._take(part)]
 
+    @abstractmethod
     def _take(self, piece: Piece) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        """The choice objects of one part of a piece."""
 
     def _note(self, piece: Piece) -> None:
         self.ids.extend(piece.token_ids)

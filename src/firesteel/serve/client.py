@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ class _Call:
             self.put(error)
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Open requests of one engine. All methods belong to the event loop's thread."""
 
     def __init__(self) -> None:
@@ -70,16 +71,17 @@ class EngineClient:
         self._settled = asyncio.Event()  # it is ready, or will never be
 
     # ---- carried by subclasses -------------------------------------------------
+    @abstractmethod
     async def start(self) -> None:
         """Begin loading; returns at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def stop(self) -> None:
         """End the engine; open requests fail."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _send(self, message: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+        """Hand a message to the engine."""
 
     # ---- requests --------------------------------------------------------------
     @property
