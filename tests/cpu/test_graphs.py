@@ -212,6 +212,20 @@ def test_the_rehearsal_has_mixed_rows_and_leaves_no_trace(folder: Path) -> None:
     assert int(runner.slots.state.alive.sum()) == 0 and runner.memory.free_slots == 3
 
 
+@pytest.mark.parametrize("rows", [20, 300, 640])
+def test_every_row_of_the_rehearsal_lies_on_a_page_of_its_request(folder: Path, rows: int) -> None:
+    """Rows beyond a request's pages would share the spare one: no two runs of them need agree."""
+    llm = engine(folder, False, max_model_len=700, max_num_batched_tokens=640, num_pages=8)
+    memory, world = llm.engine.memory, Rehearsal(llm.engine.runner, 700, 0)
+    batch, _ = world.rows(rows, 3)
+    live = batch.valid
+    for slot in set(batch.slots[live].tolist()):
+        last = int(batch.positions[live & (batch.slots == slot)].max())
+        assert memory.pages_for(last + 1) <= len(memory._pages[slot])
+    assert int(live.sum()) >= rows - 1, "the chunk fills the step"
+    world.leave()
+
+
 # ---- devices -------------------------------------------------------------------------------
 def test_an_engine_without_drafter_records_over_slots_that_hold_drafts(folder: Path) -> None:
     """As the arm of a sweep that does not speculate: its steps have one row per request."""

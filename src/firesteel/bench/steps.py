@@ -110,11 +110,7 @@ class Stepper(Profiler):
         self.repeats = repeats
 
     def _time(self, plan: StepPlan, context: int) -> float:
-        times = []
-        for _ in range(self.repeats + 2):
-            self._reset(context)
-            times.append(self.runner.launch(plan).read().ms)
-        return statistics.median(times[2:])
+        return statistics.median([self._once(plan, context) for _ in range(self.repeats + 2)][2:])
 
     def occupy(self, context: int) -> None:
         """All slots at ``context``, rings and pages full of random values."""

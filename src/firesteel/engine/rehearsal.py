@@ -23,7 +23,8 @@ class Rehearsal:
 
     ``length``: tokens a request may have. Drafts, survivals and lengths are
     random, so that verify widths are, too; up to ``gamma`` drafts, which may be fewer than there is room for
-    in the slots (an engine without a drafter over the slots of one that has it).
+    in the slots (an engine without a drafter over the slots of one that has it). ``longest``: tokens that
+    the first slot has pages for, a prompt chunk's bound.
     """
 
     def __init__(self, runner: Runner, length: int, gamma: int, seed: int = 0):
@@ -34,8 +35,16 @@ class Rehearsal:
         self.held: list[int] = []
         memory = runner.memory
         context = max(1, min(CONTEXT, length - gamma - 2))
-        while (slot := memory.take_slot(min(context + gamma + 2, length))) is not None:
+        least = self.longest = min(context + gamma + 2, length)
+        tokens = length  # the first one's prompt chunk may fill a whole step
+        while (slot := memory.take_slot(tokens)) is not None or tokens > least:
+            if slot is None:
+                tokens = max(tokens // 2, least)
+                continue
+            if not self.held:
+                self.longest = tokens
             self.held.append(slot)
+            tokens = least
         memory.push()
         self._fill(context)
 
@@ -70,7 +79,7 @@ class Rehearsal:
         prompt, live = self._no_prompt(), self.held[: min(count, max(groups, 1))]
         spare = count - len(self.held) * (1 + gamma)
         if spare > 0 and len(live) > 1:
-            prompt = self._chunk(live.pop(), min(spare, self.length - 1))
+            prompt = self._chunk(live.pop(0), min(spare, self.longest - 1))
         rows = count - prompt.tokens.shape[0]
         scratch = state.cursor.shape[0] - 1
         decodes = self._to(torch.tensor([*live, *[scratch] * (groups - len(live))], dtype=torch.int64))
