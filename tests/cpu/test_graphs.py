@@ -231,7 +231,7 @@ def test_an_engine_without_drafter_records_over_slots_that_hold_drafts(folder: P
     """As the arm of a sweep that does not speculate: its steps have one row per request."""
     llm = engine(folder, False)
     twin = copy.copy(llm.engine.runner)
-    twin.drafter, twin._saved, twin.graphs = None, {}, None
+    twin.drafter, twin.owed, twin._saved, twin.graphs = None, None, {}, None
     config = replace(llm.engine.config, speculative=None, max_num_batched_tokens=64)
     graphs = record_graphs(twin, config, llm.engine.max_model_len, recorder=Replayer())
     assert graphs.plan.gamma == 0 < twin.memory.gamma and graphs.plan.rows[-1] > graphs.plan.samples[-1]

@@ -104,14 +104,16 @@ class Context:
 
         return cached(ops, f"context{self.taps}{self.kinds}", make)  # many rings meet the same weights
 
-    def run(self, ops: Ops, batches: list[list[Any]], sizes: list[int], plain: bool = False) -> list[Tensor]:
+    def run(
+        self, ops: Ops, batches: list[list[Any]], sizes: list[int], plain: bool = False, first: Any = None
+    ) -> list[Tensor]:
         """Rings after passes over ``batches``; a pass sees its rows' streams shifted by its number."""
         rings = [torch.full((self.g.slots + 1, n, self.g.dim), NAN) for n in sizes]
         passes = [
             ([self.world.pick(h, rows) + i for h in self.h], self.world.context(ops, rows))
             for i, rows in enumerate(batches)
         ]
-        given = (passes, self.weights(ops), rings)
+        given = (passes, self.weights(ops), rings, first)
         Ops.context_rows(ops, *given) if plain else ops.context_rows(*given)
         return rings
 
@@ -137,6 +139,24 @@ def test_context_rows_equal_the_plain_composition(
         batches.insert(2, batches[0][:3])
         got, want = (context.run(ops, batches, sizes, plain) for plain in (False, True))
         assert all(same_bits(a[:-1], b[:-1]) for a, b in zip(got, want, strict=True))
+
+
+def test_context_rows_of_some_slots_from_some_pass_on(native: Any, official: bool, threads: int) -> None:
+    ops, rng, context = make_ops("native", official), random.Random(2), Context(2, ("fp8", "bf16"))
+    slots, written = context.g.slots, 0
+    for size in (22, 300):  # rings of one size: what a later pass overwrites is not computed
+        for _ in range(4):
+            batches = [context.world.batch(9, rng) for _ in range(4)]
+            first = torch.tensor([rng.randint(0, 5) for _ in range(slots)] + [4])
+            got, want = (context.run(ops, batches, [size] * 2, plain, first) for plain in (False, True))
+            assert all(same_bits(a[:-1], b[:-1]) for a, b in zip(got, want, strict=True))
+            for slot in range(slots):
+                rows = [
+                    r for i, b in enumerate(batches) for r in b if r and r[0] == slot and i >= first[slot]
+                ]
+                assert bool(torch.isnan(got[0][slot]).all()) == (not rows)
+                written += bool(rows)
+    assert written > 4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from firesteel.bench.exact import fastest
 from firesteel.bench.toys import toy_config
 from firesteel.config import SamplingParams
-from firesteel.engine import runner
+from firesteel.engine import owed
 from firesteel.engine.llm import LLM
 from firesteel.models.deepseek_v4.config import DSparkConfig
 from firesteel.models.deepseek_v4.random_init import write_random
@@ -311,17 +311,19 @@ def test_context_rows_that_wait_change_nothing(
     """Rows of draftless steps are written late: through preemption, snapshots and reused slots to the same bits."""
     prompts = [*(random_prompt(n) for n in (223, 228, 234, 3)), [*random_prompt(PAGE), 7]]
     results = []
-    for most in (runner.MOST_WAITING, 1):  # 1: every step at once
-        monkeypatch.setattr(runner, "MOST_WAITING", most)
+    for most in (owed.MOST_BYTES, 0):  # 0: every step at once
+        monkeypatch.setattr(owed, "MOST_BYTES", most)
         llm = engine(folders["two stages"], 3, num_pages=4, max_num_seqs=3)
         seldom(llm, every)
-        seen, longest, write = record(llm), [0], llm.engine.runner.write_context
+        waits = llm.engine.runner.owed
+        assert waits is not None
+        seen, longest, write = record(llm), [0], waits.write
 
-        def counted(write: Any = write, longest: list[int] = longest, llm: LLM = llm) -> None:
-            longest[0] = max(longest[0], len(llm.engine.runner._waiting))
-            write()
+        def counted(slots: Any = None, write: Any = write, longest: Any = longest, waits: Any = waits) -> None:
+            longest[0] = max(longest[0], len(waits.passes))
+            write(slots)
 
-        monkeypatch.setattr(llm.engine.runner, "write_context", counted)
+        monkeypatch.setattr(waits, "write", counted)
         texts, out = run(llm, [*prompts, *prompts[3:]], 0.0, 50)
         count, found = len(seen), judge(judges, folders, "two stages")
         assert found.check(seen, texts, 0.0) >= 5 and any(o.stats["preemptions"] for o in out)

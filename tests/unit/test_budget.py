@@ -105,6 +105,22 @@ def test_width_never_loses_to_any_fixed_setting(data: st.DataObject) -> None:
     assert plan.pays == (plan.rate > plain * (1 + 1e-9))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5), st.integers(1, 5), st.floats(0, 1.5))
+def test_plans_that_are_ruled_out_unseen_would_not_have_won(
+    seed: int, requests: int, k: int, unit: float
+) -> None:
+    """All requests at every width, searched one by one in sampled cases: none beats the chosen cycle."""
+    cases = np.cumprod(np.random.default_rng(seed).uniform(0.2, 1.0, (16, requests, k)), axis=2)
+    cost = curves()[sorted(curves())[seed % len(curves())]]
+    draft = lambda m, w: 0.3 + unit * m * w  # noqa: E731
+    plan = choose_width(cases, requests, float(requests), cost, draft, tuple(range(1, k + 1)), 10_000)
+    for w in range(1, k + 1):
+        gains = -np.sort(-cases[:, :, :w].reshape(16, -1), axis=1).mean(0)
+        ms = cost(np.arange(requests, requests + len(gains) + 1)) + draft(requests, w)
+        assert plan.rate * (1 + 1e-9) >= ((requests + np.append(0.0, np.cumsum(gains))) / ms).max()
+
+
 # ---- prices -------------------------------------------------------------------------
 def table(**changes: object) -> CostTable:
     values: dict[str, object] = {

@@ -228,7 +228,7 @@ def without_drafter(engine: Engine) -> Runner:
     Where the engine replays recorded graphs, the twin records its own.
     """
     twin = copy.copy(engine.runner)
-    twin.drafter, twin._saved, twin.graphs = None, {}, None
+    twin.drafter, twin.owed, twin._saved, twin.graphs = None, None, {}, None
     if engine.runner.graphs is not None:
         record_graphs(twin, replace(engine.config, speculative=None), engine.max_model_len)
     return twin

@@ -229,6 +229,11 @@ class Engine:
             for name, text in policy.watch.news():
                 record.notes.append(f"{name}: {text}")
                 log.warning("%s: %s", name, text)
+            spent = record.measured_ms
+            if self.runner.device.type == "cpu" and self.runner.virtual is None:
+                spent += record.host_ms  # nothing runs meanwhile
+            plain = not (record.budget.drafts or record.drafting)
+            policy.account(record.prompt_rows == 0, plain, record.predicted_ms, spent)
         self.records.append(record)
         if self._trace is not None:
             self._trace.write(json.dumps(asdict(record)) + "\n")

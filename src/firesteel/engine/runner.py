@@ -10,7 +10,7 @@ until ``Handle.read``, the one synchronisation of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,18 +23,18 @@ from firesteel.core import Chunk, Logprobs, RowBatch, SampleRows, StepPlan, Verd
 from firesteel.engine.graphs import Graphs
 from firesteel.engine.masks import Masks, Question
 from firesteel.engine.memory import Memory, Saved
+from firesteel.engine.owed import Owed
 from firesteel.engine.poison import poison
 from firesteel.engine.slots import Line, Slots
 from firesteel.engine.sync import Clock, SyncGuard, to_host, upload
 from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import Target
-from firesteel.ops.types import Calibration, PassContext, PromptRows, Proposal
+from firesteel.ops.types import Calibration, PromptRows, Proposal
 from firesteel.parallel import ALONE, Group
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.simulated import Simulator
 
 SCORE_BLOCK = 64  # prompt rows whose logits exist at once
-MOST_WAITING = 24  # rows whose context rows may be due: about what one product takes at the price of few
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,7 @@ class Runner:
         if speculative is not None and speculative.rejection and speculative.proposal == "dense":
             slots.keep_draft_logits()
         self._saved: dict[int, tuple[Line, Saved]] = {}
-        self._waiting: list[tuple[list[Tensor], PassContext]] = []  # passes that still owe context rows
-        self._due = 0  # rows of theirs
+        self.owed = None if self.drafter is None else Owed(self.drafter, memory.stages, memory.slots + 1)
         self.masks = Masks(memory.gamma, guard, self.device)
         self._calibration: Calibration | None = None
         self.virtual: CostModel | None = None  # a virtual clock, for benchmarks and tests only
@@ -257,6 +256,7 @@ class Runner:
                 handle.land(to_host)
             if handle.clock is not None:
                 handle.clock.stop()
+            self._write_owed([order.slot for order in plan.snapshots])
             for order in plan.snapshots:
                 self.memory.write_snapshot(order.slot, order.boundary, list(order.pages))
             if self.poison:
@@ -276,8 +276,7 @@ class Runner:
             self._calibrate(Calibration(*(self.slots.floats(part) for part in plan.calibration)))
         for rid in plan.forget:
             self._saved.pop(rid, None)
-        if plan.saves or plan.admissions or plan.restores or plan.snapshots:
-            self.write_context()  # before rings are copied or change hands
+        self._write_owed([save.slot for save in plan.saves])
         for save in plan.saves:
             copy = self.memory.save(save.slot, list(save.pages))
             self._saved[save.request_id] = (self.slots.copy(save.slot), copy)
@@ -290,6 +289,8 @@ class Runner:
             self.slots.restore(line, restore.slot)
             self.memory.restore(copy, restore.slot, list(restore.pages))
         taken = [a.slot for a in plan.admissions] + [r.slot for r in plan.restores]
+        if self.owed is not None and taken:
+            self.owed.forgive(taken)
         if self.simulator is not None and taken:
             self.simulator.prepare(self.slots.ints(taken), self.slots.state)
         self.memory.push()
@@ -334,8 +335,8 @@ class Runner:
         if graphs is not None:
             h = graphs.forward(rows) if graphs.has(rows) else self.forward_rows(rows)
         else:
-            draftless = self.device.type == "cpu" and not (plan.drafting or plan.snapshots)
-            h = self.forward_rows(rows, draftless)
+            owners = [*(c.slot for c in plan.chunks), *(d.slot for d in plan.decodes)]
+            h = self.forward_rows(rows, owners if self.device.type == "cpu" else ())
         if plan.chunks:
             at, ends = self.slots.ints([[c.slot for c in plan.chunks], [c.end for c in plan.chunks]]).unbind()
             state.cursor.index_copy_(0, at, ends)
@@ -346,6 +347,7 @@ class Runner:
             else:
                 handle.verdict = self._sample(h, rows, samples, plan, handle)
         if plan.drafting:
+            self._write_owed([d.slot for d in plan.drafting])
             self._draft(plan, handle)
         self._score_prompts(h, plan, handle)
 
@@ -354,26 +356,23 @@ class Runner:
         return not (self.rejection or plan.shaped or plan.guided or plan.logprobs >= 0)
 
     # ---- what can be recorded -----------------------------------------------------
-    def forward_rows(self, rows: RowBatch, draftless: bool = False) -> Tensor:
-        """The target's layers over ``rows``, and their context rows: streams [R, hc, D].
+    def forward_rows(self, rows: RowBatch, late: Sequence[int] = ()) -> Tensor:
+        """The target's layers over ``rows``: streams [R, hc, D].
 
-        The drafter's window gets no holes: rows of ``draftless`` steps wait until some are there or
-        somebody looks, and are then written together, which costs a fraction of one by one.
+        Context rows are written, too, unless they may wait: those of the slots ``late``, which are then all.
         """
         ctx = self.target.begin(rows, self.memory.page_table)
         h, tapped = self.target.forward(ctx, self.memory.layers, self.drafter.taps if self.drafter else ())
-        if tapped:
-            self._waiting.append((tapped, ctx))
-            self._due += rows.count
-            if not draftless or self._due >= MOST_WAITING:
-                self.write_context()
+        if self.owed is not None:
+            self.owed.add(tapped, ctx, late)
+            if not late or self.owed.full:
+                self.owed.write()
         return h
 
-    def write_context(self) -> None:
-        """Write the context rows that wait."""
-        if self._waiting and self.drafter is not None:
-            self.drafter.write_context(self._waiting, self.memory.stages)
-        self._waiting, self._due = [], 0
+    def _write_owed(self, slots: list[int]) -> None:
+        """Context rows of these slots are about to be read."""
+        if self.owed is not None and slots:
+            self.owed.write(slots)
 
     def sample_rows(self, hidden: Tensor, rows: RowBatch, samples: SampleRows, widest: int) -> Verdict:
         """Sample and commit rows whose logits nobody changes or wants to see."""

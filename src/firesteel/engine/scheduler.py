@@ -55,7 +55,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._by_id: dict[int, Sequence] = {}
         self._forget: list[int] = []
-        self._step = 0
+        self._step, self._paced = 0, False  # whether any request has asked for a speed
         self._swapped = 0  # bytes of saved copies
         self._slot_bytes = memory.ring_bytes()
         self._page_bytes = memory.page_bytes()
@@ -65,6 +65,7 @@ class Scheduler:
         """Queue a request."""
         insort(self.waiting, seq, key=lambda s: s.order)
         self._by_id[seq.request_id] = seq
+        self._paced |= seq.params.min_tokens_per_second > 0
 
     @property
     def busy(self) -> bool:
@@ -444,16 +445,17 @@ class Scheduler:
                 self._leave_queue(seq)
 
     def _learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Show the policy what became of its choices."""
+        """Show the policy what became of its choices; plain steps tell nothing but times, unless speeds are kept."""
         said = result.drafts
         proposed: DraftBlocks | tuple[()] = ()
         if said is not None:
             ids = [d.request_id for d in plan.drafting]
             kinds = [int(self._by_id[i].params.temperature > 0) for i in ids]
             proposed = DraftBlocks(ids, kinds, said.head, said.margin, said.survival)
+        groups = result.groups if plan.budget.drafts or self._paced else ()
         self.policy.learn(
             proposed,
-            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in result.groups],
+            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
             Timing(plan.rows, plan.predicted_ms, result.ms, len(plan.drafting), plan.draft_width),
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -206,14 +207,19 @@ class Ops(ABC):
         passes: Sequence[tuple[Sequence[Tensor], PassContext]],
         w: ContextWeights,
         windows: Sequence[Tensor],
+        first: Tensor | None = None,
     ) -> None:
         """Store every stage's context row of all rows of ``passes``, the earliest first.
 
         A pass gives its ``streams`` [R, hc, D], outputs of the tapped layers in
         the order of ``w.project``'s columns; ``windows`` [S, ring, d]: one ring
-        per stage. The bits are those of the ops below.
+        per stage; ``first`` int64 [S]: the pass from which on a slot's rows are wanted, if not
+        all are. The bits are those of the ops below.
         """
-        for streams, ctx in passes:
+        for i, (streams, ctx) in enumerate(passes):
+            if first is not None:
+                valid = ctx.rows.valid & (first[ctx.rows.slots] <= i)
+                ctx = replace(ctx, rows=replace(ctx.rows, valid=valid), scratch={})
             x = self.norm(self.linear(torch.cat([self.tap(h) for h in streams], dim=-1), w.project), w.norm)
             for (wkv, norm), window in zip(w.stages, windows, strict=True):
                 self.store_window(window, self.key_value(self.linear(x, wkv), norm, w.table, ctx), ctx)

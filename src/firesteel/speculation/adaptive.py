@@ -36,6 +36,7 @@ from firesteel.speculation.budget import (
     width_of_one,
 )
 from firesteel.speculation.cost import CostModel
+from firesteel.speculation.ledger import Ledger
 from firesteel.speculation.lessons import LONE, Lessons
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, Drafting, Load, Proposed, Timing, Verified
@@ -45,6 +46,7 @@ Floats = NDArray[np.float64]
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 ALL_WIDTHS = 8  # K up to which every width is tried
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
+IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
 TRIAL = 4  # requests that draft while nothing is known of the drafter
 
 
@@ -84,9 +86,9 @@ class Adaptive:
         self._hope = HOPE_FIRST  # how much of ``look_share`` is spent
         self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
         self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
-        self._answer: tuple[object, Drafting, float] | None = (
-            None  # what was asked last, and until which credit
-        )
+        self.ledger, self._overrated = Ledger(), False  # whether the last plan paid by its promise only
+        # what was asked last, and until which credit for probes and for looks
+        self._answer: tuple[object, Drafting, float, float] | None = None
         self._idle: tuple[list[int], int] = ([], 0)  # requests that did not draft, for how many steps
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
@@ -154,10 +156,17 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
+        if self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise):
+            self._answer = None
+            self._earn()
+            return Drafting(frozenset(), 0, "a few plain steps, to compare")
         if self._answer is not None and self._age < self._period:
-            asked, answer, price = self._answer
-            if asked == (candidates, self._plan) and self._credit < price and not self.book.wishes:
+            asked, answer, price, look = self._answer
+            poor = self._credit < price and self._looks < look
+            if poor and asked == (candidates, self._plan) and not self.book.wishes:
                 self._earn()
+                if not answer.request_ids:
+                    self._idle = self._idle[0], self._idle[1] + 1
                 return answer
         self._answer = None
         able = [c for c in candidates if c.cap > 0]
@@ -172,21 +181,39 @@ class Adaptive:
         plan = self._plan
         assert plan is not None, "just made"
         if not plan.pays:
-            look = self._look(able)
-            if look is not None:
-                return look
+            first = self._look(able)
+            if first is not None:
+                return first
             self._rest([c.request_id for c in able])
-            return self._probe(able, load)
+            answer = self._probe(able, load)
+            if not answer.request_ids:
+                price = self.cost.draft_ms(1, self._probe_width)
+                curious = self.book.shrink < SHRINK and bool(self._new(able))
+                self._answer = (candidates, plan), answer, price, price if curious else math.inf
+            return answer
         answer = self._draft(able, plan)
         if len(answer.request_ids) == len(able):
             price = math.inf if answer.width == self.gamma else self._price_of_depth(len(able), answer.width)
-            self._answer = ((candidates, plan), answer, price) if price > 0 else None
+            self._answer = ((candidates, plan), answer, price, math.inf) if price > 0 else None
         return answer
+
+    @property
+    def _promise(self) -> float:
+        """How many times the rate of plain steps the plan expects; 1 if it does not draft."""
+        plan = self._plan
+        return plan.rate / plan.plain_rate if plan is not None and plan.pays and plan.plain_rate > 0 else 1.0
+
+    def account(self, comparable: bool, plain: bool, priced_ms: float, spent_ms: float) -> None:
+        """What a committed step was priced at and took, planning included; ``comparable``: no prompt in it."""
+        if comparable and priced_ms > 0.0 and 0.0 < spent_ms < math.inf:
+            self.ledger.note(plain, priced_ms, spent_ms)
+        else:
+            self.ledger.interrupt()
 
     def _drifted(self, able: list[Candidate]) -> bool:
         """Whether the plan was made for others: so few requests that each counts, or another number of them."""
         if len(able) <= LONE:
-            return [c.request_id for c in able] != self._planned_ids
+            return self._age >= len(able) and [c.request_id for c in able] != self._planned_ids
         return abs(len(able) - self._planned_for) > self._planned_for // 8
 
     def _earn(self) -> None:
@@ -240,6 +267,9 @@ class Adaptive:
         self._tell_rest()
         old, drift = self._plan, len(able) != self._planned_for
         plan = self._search(candidates, able, load)
+        self._overrated = plan.pays and plan.rate * self.ledger.trust <= plan.plain_rate
+        if self._overrated:
+            plan = DraftPlan(0, 0, plan.plain_rate, plan.plain_rate)
         same = old is not None and (plan.width, plan.requests) == (old.width, old.requests) and not drift
         if plan.pays:
             self._hope = 1.0
@@ -281,7 +311,7 @@ class Adaptive:
         width = self._probe_width
         if self.book.shrink >= SHRINK or self._looks < self.cost.draft_ms(1, width):
             return None
-        new = [c.request_id for c in able if c.request_id not in self._looked]
+        new = self._new(able)
         count = len(new)
         while count and self.cost.draft_ms(count, width) > self._looks:
             count //= 2
@@ -293,15 +323,19 @@ class Adaptive:
         self._hope = max(self._hope * HOPE, LEAST_HOPE)
         return Drafting(self._looking, width, "looking at a new request")
 
+    def _new(self, able: list[Candidate]) -> list[int]:
+        """Who was never looked at."""
+        return [c.request_id for c in able if c.request_id not in self._looked]
+
     def _probe(self, able: list[Candidate], load: Load) -> Drafting:
         """One request drafts and verifies, as often as its price stays within ``probe_share`` of the step time."""
         width = self._probe_width
         if self._credit < self.cost.draft_ms(1, width):
-            return Drafting(frozenset(), 0, "drafting does not pay")
+            return Drafting(frozenset(), 0, OVERRATED if self._overrated else IDLE)
         here, more = (self.cost.row_ms(load.rows + n, load.context) for n in (0, width))
         price = more - here + self.cost.draft_ms(1, width)
         if self._credit < price:
-            return Drafting(frozenset(), 0, "drafting does not pay")
+            return Drafting(frozenset(), 0, OVERRATED if self._overrated else IDLE)
         self._credit -= price
         self._turn, self.probes = self._turn + 1, self.probes + 1
         self._probing = frozenset({able[self._turn % len(able)].request_id})
@@ -345,7 +379,7 @@ class Adaptive:
 
     def _digest(self, whole: bool = False) -> None:
         """Learn from the steps that wait."""
-        self._decided = None
+        self._decided = self._answer = None
         if self.lessons.young:
             self._plan = None
         self._taught(self.lessons.digest(whole))

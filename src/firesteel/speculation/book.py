@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,23 @@ UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is kno
 FADE = 0.96  # per step
 FEW_ROWS = 16  # blocks that are quicker counted one by one
 FEW = 2.0  # how many blocks a depth's neighbour stands for
+
+
+@dataclass(frozen=True)
+class _Strata:
+    """Which case is what for R requests, [S, R] each: strata, not draws; a decision must not be a lottery."""
+
+    own: Floats  # below a request's trust in its own blocks: one of them
+    block: Ints  # which of them
+    pooled: Floats  # otherwise, below the trust in the pool: one of its blocks; out of step with ``own``
+    other: Ints  # which of those
+
+
+@cache
+def _strata(requests: int) -> _Strata:
+    s = min(max(SCENARIOS // max(requests, 1), 2), 64)
+    case, column = np.arange(s)[:, None], np.arange(requests)
+    return _Strata((case + 0.5) / s, case + 5 * column, ((case * 13) % s + 0.5) / s, case * 37 + 11 * column)
 
 
 class Book:
@@ -350,25 +369,25 @@ class Book:
         return self._scenes[1]
 
     def _make_scenes(self, candidates: Sequence[Candidate]) -> Floats:
-        r = len(candidates)
-        s = min(max(SCENARIOS // max(r, 1), 2), 64)
+        strata = _strata(len(candidates))
         rows = self.rows([c.request_id for c in candidates])
-        kind = np.array([c.kind for c in candidates], dtype=np.int64)
-        case, column = np.arange(s)[:, None], np.arange(r)
-        # strata instead of draws: a decision for few requests must not be a lottery
+        kinds = [c.kind for c in candidates]
+        kind = np.array(kinds, dtype=np.int64)
         trust = np.minimum(self._trust[rows], CASES)
-        own = (case + 0.5) / s < trust / (trust + self.shrink)
-        mine = self._survival[rows, (case + 5 * column) % np.clip(self._seen[rows], 1, CASES)]
-        have = np.array([min(n, POOL) for n in self._pool_count])[kind]
-        other = self._pool_survival[kind, (case * 37 + 11 * column) % np.maximum(have, 1)]
-        factor = self._factor(rows)[:, None]
-        mine, other = np.minimum(mine * factor, 1.0), np.minimum(other * factor, 1.0)
-        # a second stratification, out of step with the first
-        pooled = ((case * 13) % s + 0.5) / s < have / (have + self._prior)
+        own = strata.own < trust / (trust + self.shrink)
+        mine = self._survival[rows, strata.block % np.minimum(np.maximum(self._seen[rows], 1), CASES)]
+        have = np.array([min(self._pool_count[k], POOL) for k in kinds], dtype=np.int64)
+        other = self._pool_survival[kind, strata.other % np.maximum(have, 1)]
+        factor = self._factor(rows)
+        if min(factor.tolist(), default=1.0) < 1.0:
+            mine, other = (np.minimum(v * factor[:, None], 1.0) for v in (mine, other))
+        pooled = strata.pooled < have / (have + self._prior)
         other = np.where(pooled[..., None], other, self._guessed)
-        cap = np.array([c.cap for c in candidates])
         out: Floats = np.where(own[..., None], mine, other)
-        return np.where(self._depth < cap[:, None], out, 0.0)
+        caps = [c.cap for c in candidates]
+        if min(caps, default=self.depths) >= self.depths:
+            return out
+        return np.where(self._depth < np.array(caps)[:, None], out, 0.0)
 
     def expected(self, c: Candidate) -> list[float]:
         """[cap] mean survival that one request's next block may have: what ``scenarios`` are drawn from."""
@@ -389,10 +408,18 @@ class Book:
 
     def fade(self, request_ids: Sequence[int], steps: int = 1) -> None:
         """What is known of requests that have not drafted for ``steps`` grows old."""
-        self.version += 1
+        share = FADE**steps
         rows = self.rows(request_ids)
-        self._trust[rows] *= FADE**steps
-        self._truth[rows] *= FADE**steps
+        if len(rows) > FEW_ROWS:
+            self._trust[rows] *= share
+            self._truth[rows] *= share
+            self.version += 1
+            return
+        for row in rows.tolist():
+            if self._trust[row] > 0:  # no block, no outcome either
+                self._trust[row] *= share
+                self._truth[row] *= share
+                self.version += 1
 
     # ---- wishes for speed ------------------------------------------------------------------
     def ask(self, candidates: Sequence[Candidate]) -> None:

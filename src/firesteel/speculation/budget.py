@@ -175,23 +175,48 @@ def choose_width(
         prices = step_ms(np.arange(base_rows, base_rows + min(max(widths, default=0), depths, room) + 1))
         gains_of_one = cases[:, 0].mean(0).tolist()
         return width_of_one(gains_of_one, bool(base_rows), base_value, prices.tolist(), draft_ms, widths)
-    order = np.argsort(-cases.reshape(s, -1), axis=1, kind="stable")
-    gains = np.take_along_axis(cases.reshape(s, -1), order, axis=1)
-    rank, depth = order // depths, order % depths
+    flat = cases.reshape(s, -1)
     ms = step_ms(np.arange(base_rows, base_rows + min(requests * max(widths, default=0), room) + 1))
     plain = base_value / max(float(ms[0]), 1e-6) if base_rows else 0.0
-    best = DraftPlan(0, 0, plain, plain)
-    for m in _steps(requests):
-        for k in widths:
-            if m < requests and abs(k - best.width) > 1:
-                continue  # fewer requests draft about as wide
-            kept = gains[(rank < m) & (depth < k)].reshape(s, m * k).mean(0)[: len(ms) - 1]
-            value = base_value + np.concatenate(([0.0], np.cumsum(kept)))
-            rates = value / np.maximum(ms[: len(value)] + draft_ms(m, k), 1e-6)
-            at = int(np.argmax(rates))
-            if rates[at] > best.rate * (1 + 1e-9):
-                best = DraftPlan(k, m, float(rates[at]), plain, at)
+    tries = [(m, k, draft_ms(m, k)) for m in _steps(requests) for k in widths]
+    bounds = _bounds(average_gains(flat), base_value, ms, tries)
+    best, least = DraftPlan(0, 0, plain, plain), plain * (1 + 1e-9)
+    if max(bounds, default=0.0) <= least:
+        return best
+    order = np.argsort(-flat, axis=1, kind="stable")
+    gains = np.take_along_axis(flat, order, axis=1)
+
+    def found(m: int, k: int, draft: float) -> DraftPlan:
+        kept = (
+            gains[((order // depths) < m) & ((order % depths) < k)].reshape(s, m * k).mean(0)[: len(ms) - 1]
+        )
+        value = base_value + np.concatenate(([0.0], np.cumsum(kept)))
+        rates = value / np.maximum(ms[: len(value)] + draft, 1e-6)
+        at = int(np.argmax(rates))
+        return DraftPlan(k, m, float(rates[at]), plain, at)
+
+    hopeful = max(
+        range(len(widths)), key=bounds.__getitem__
+    )  # of all requests: what it brings rules most others out
+    first = found(*tries[hopeful])
+    for at, (m, k, draft) in enumerate(tries):
+        if bounds[at] < first.rate or bounds[at] <= best.rate or (m < requests and abs(k - best.width) > 1):
+            continue  # fewer requests draft about as wide
+        plan = first if at == hopeful else found(m, k, draft)
+        if plan.rate > best.rate * (1 + 1e-9):
+            best = plan
     return best
+
+
+def _bounds(
+    gains: Floats, base_value: float, ms: Floats, tries: Sequence[tuple[int, int, float]]
+) -> list[float]:
+    """Rates that no plan (requests, width, price of its drafts) exceeds: as if its drafts were the best of all."""
+    value = base_value + np.concatenate(([0.0], np.cumsum(gains[: len(ms) - 1])))
+    most = np.array([m * k for m, k, _ in tries])[:, None]
+    rates = value / np.maximum(ms + np.array([d for _, _, d in tries])[:, None], 1e-6)
+    out: list[float] = np.where(np.arange(len(value)) <= most, rates, 0.0).max(1).tolist()
+    return out
 
 
 def width_of_one(

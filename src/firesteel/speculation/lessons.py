@@ -26,7 +26,10 @@ EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
 SURPRISE = 12.0  # drafts fewer accepted than were before, of few requests: reason to learn at once
 YOUNG = 8  # first digests
-LONE, PATIENCE = 4, 16  # so few requests: learned from after 1, 2, 4, ... steps with a new one, up to as many
+LONE, PATIENCE = (
+    4,
+    16,
+)  # so few requests: learned from soon after a new one, then after twice as many steps each time
 CROWD, THINNED = (
     32,
     4,
@@ -70,7 +73,7 @@ class Lessons:
     def hear(self, step: Step) -> bool:
         """Keep a step; whether it is time to learn."""
         self._steps.append(step)
-        blocks = step[0]
+        blocks, verified, _ = step
         if blocks:
             self._blocks += len(blocks)
             self._requests = len(blocks)
@@ -79,9 +82,9 @@ class Lessons:
                 for p in DraftBlocks.of(blocks).request_ids:
                     if p not in self._met:
                         self._met.add(p)
-                        self._due = 1
+                        self._due = self._requests  # the fewer there are, the more depends on each
         if self._few:
-            for v in step[1]:
+            for v in verified:
                 self._surplus += self._share * v.verified - v.accepted
         if self.book.wishes:
             self._clock(step)
@@ -96,7 +99,7 @@ class Lessons:
     def _wait(self) -> int:
         """Steps from one digest to the next: what is new says much at first and little later."""
         if self._few:
-            return min(self._due, PATIENCE // self._requests)
+            return min(self._due, BATCH if self._requests > 1 else PATIENCE) if self._blocks else PATIENCE
         return min(1 + self._digests // EAGER, BATCH) if self._blocks >= BATCH else BATCH
 
     @property
@@ -111,12 +114,12 @@ class Lessons:
         recent, first = self.recent, self._booked
         self._count_accepted()
         for proposed, verified, timing in self._steps:  # outcomes first: they belong to the pass before
-            if self._pending:
+            if verified and self._pending:
                 self._take_fates(verified)
             if proposed:
                 self._note(DraftBlocks.of(proposed), whole)
             self.cost.observe(*timing)
-            self.watch.price(timing.predicted_ms, timing.measured_ms)
+        self.watch.prices([t for _, _, t in self._steps])
         self._steps.clear()
         self._blocks, self._due, self._surplus = 0, min(2 * self._due, PATIENCE), 0.0
         if self._firsts:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firesteel.speculation.cost import DEPARTS, CostModel, CostTable
+from firesteel.speculation.terms import Timing
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-PRICES = 64  # newest steps that are looked at
+PRICES, OFTEN = 64, 8  # newest steps that are looked at, after as many new ones
 OUTCOMES = 24  # newest first drafts
 SIGNALS = 64  # newest confidences at least
 
@@ -32,7 +33,7 @@ class Watch:
         self._ratios: deque[float] = deque(maxlen=PRICES)
         self._firsts: deque[bool] = deque(maxlen=OUTCOMES)
         self._heads: deque[tuple[float, float, int]] = deque(maxlen=SIGNALS)
-        self._priced = 0
+        self._priced = 0  # steps since they were looked at
         self._whole = 0  # finite confidences since the last one that was not
         self._look_at(cost.table, cost.spikes)
 
@@ -65,13 +66,13 @@ class Watch:
         news, self._news = self._news, []
         return news
 
-    def price(self, predicted_ms: float, measured_ms: float) -> None:
-        """One step's prediction and its truth."""
-        if predicted_ms <= 0 or not measured_ms > 0:
-            return
-        self._ratios.append(measured_ms / predicted_ms)
-        self._priced += 1
-        if len(self._ratios) >= 16 and self._priced % 8 == 0:
+    def prices(self, timings: Sequence[Timing]) -> None:
+        """Some steps' predictions and their truth."""
+        ratios = [t.measured_ms / t.predicted_ms for t in timings if t.predicted_ms > 0 and t.measured_ms > 0]
+        self._ratios.extend(ratios)
+        self._priced += len(ratios)
+        if self._priced >= OFTEN and len(self._ratios) >= 16:
+            self._priced = 0
             newest = sorted(list(self._ratios)[-16:])
             middle = 0.5 * (newest[7] + newest[8])
             self._set(

@@ -89,15 +89,19 @@ class Drafter:
         return self.dspark.target_layer_ids
 
     def write_context(
-        self, passes: Sequence[tuple[Sequence[Tensor], PassContext]], memory: Sequence[LayerMemory]
+        self,
+        passes: Sequence[tuple[Sequence[Tensor], PassContext]],
+        memory: Sequence[LayerMemory],
+        first: Tensor | None = None,
     ) -> None:
         """Store the context row of every row of target passes, at the row's own position.
 
         A pass gives its streams [R, hc, D] behind the layers ``taps``; earlier
         passes come first. Rows of rejected drafts are written too: a later pass
-        runs their positions again before anything can see them.
+        runs their positions again before anything can see them. ``first`` int64 [S]: the pass from which
+        on a slot's rows are wanted.
         """
-        self.ops.context_rows(passes, self.context, [m.window for m in memory])
+        self.ops.context_rows(passes, self.context, [m.window for m in memory], first)
 
     def propose(
         self,

@@ -97,7 +97,7 @@ class _Context:
         taps, stages = w.project.k // w.project.n, len(w.stages)
         assert stages <= MAX_STAGES, f"at most {MAX_STAGES} draft stages, got {stages}"
         weight, eps, _ = once(w.norm, _norm)
-        self.layout = "5qd4q" + "2qd2q" * stages
+        self.layout = "5qd6q" + "2qd2q" * stages
         self.taps, self.more = taps, f"{3 + taps}q"  # of every pass
         self.project = (w.project.data.address, weight, eps)
         self.stages = [(wkv.data.address, *once(norm, _norm)[:2]) for wkv, norm in w.stages]
@@ -320,6 +320,7 @@ class NativeOps(NativeDraft):
         passes: Sequence[tuple[Sequence[Tensor], PassContext]],
         w: ContextWeights,
         windows: Sequence[Tensor],
+        first: Tensor | None = None,
     ) -> None:
         """As the plain one, in one call; only rows that a ring keeps are computed."""
         made: _Context = once(w, _Context)
@@ -332,7 +333,9 @@ class NativeOps(NativeDraft):
             cos, sin, half, _ = shared.turn(w.table, ctx.rotary[w.table])
             fields += (shared.address, cos, sin, *(h.data_ptr() for h in given))
             kept.append(given)  # alive until the call
-        head = (made.taps, hc, d, *made.project, len(made.stages), len(passes), half, self._flags())
+        assert first is None or (first.is_contiguous() and first.shape[0] >= windows[0].shape[0])
+        chosen = (windows[0].shape[0], 0 if first is None else first.data_ptr())
+        head = (made.taps, hc, d, *made.project, len(made.stages), len(passes), half, self._flags(), *chosen)
         call = function("context_rows", made.layout + made.more * len(passes))
         call(*head, *made.of(windows), *fields)
 

@@ -1,7 +1,7 @@
 // The drafter's context rows: taps of the target to a K=V row of every draft stage.
 //
-// Only rows that a ring keeps are computed: neither padding nor what a long chunk
-// overwrites itself.
+// Only rows that a ring keeps are computed: neither padding nor what a long chunk or a later pass
+// overwrites.
 
 struct ContextStage {
   const Weight* wkv;
@@ -24,6 +24,8 @@ struct ContextArgs {  // behind it: the stages, then the passes
   const float* norm_weight;
   double norm_eps;
   i64 stages, passes, half, flags;
+  i64 slots;         // lines of a ring
+  const i64* first;  // [slots] pass from which on a slot's rows are wanted; null: all
   const ContextStage* stage() const { return (const ContextStage*)(this + 1); }
   const ContextPass* pass(i64 i) const {
     return (const ContextPass*)((const i64*)(stage() + stages) + i * (sizeof(ContextPass) / sizeof(i64) + taps));
@@ -96,15 +98,37 @@ static void store_rows(const ContextArgs* a, const ContextRow* pick, i64 n, floa
   }
 }
 
+// Rows to be computed, ascending; the last of those that share a line, if all rings have one size.
+static i64 wanted_rows(const ContextArgs* a, ContextRow* pick) {
+  i64 widest = 0, least = a->stage()[0].ring_size, n = 0;
+  for (i64 s = 0; s < a->stages; s++) {
+    widest = std::max(widest, a->stage()[s].ring_size);
+    least = std::min(least, a->stage()[s].ring_size);
+  }
+  std::vector<char> taken(widest == least && a->passes > 1 ? a->slots * widest : 0, 0);
+  for (i64 i = a->passes; i-- > 0;) {
+    const Pass& p = *a->pass(i)->pass;
+    for (i64 r = p.rows; r-- > 0;) {
+      i64 slot = p.slots[r];
+      if (!kept(p, r, widest) || (a->first && i < a->first[slot])) continue;
+      if (!taken.empty()) {
+        char& mine = taken[slot * widest + p.positions[r] % widest];
+        if (mine) continue;
+        mine = 1;
+      }
+      pick[n++] = {a->pass(i), r};
+    }
+  }
+  std::reverse(pick, pick + n);
+  return n;
+}
+
 EXPORT void fs_context_rows(const ContextArgs* a) {
   Mode m(a->flags);
-  i64 n = 0, all = 0, widest = 0;
-  for (i64 s = 0; s < a->stages; s++) widest = std::max(widest, a->stage()[s].ring_size);
+  i64 all = 0;
   for (i64 i = 0; i < a->passes; i++) all += a->pass(i)->pass->rows;
   ContextRow* pick = scratch<ContextRow>(EXTRA, all);
-  for (i64 i = 0; i < a->passes; i++)
-    for (i64 r = 0; r < a->pass(i)->pass->rows; r++)
-      if (kept(*a->pass(i)->pass, r, widest)) pick[n++] = {a->pass(i), r};
+  i64 n = wanted_rows(a, pick);
   if (!n) return;
   float* at[MAX_STAGES];
   BY_NUMERICS(m.official, stage_rows<O>(a, pick, n, m.threads, at));

@@ -1,0 +1,74 @@
+"""Context rows that target passes owe to the drafter's windows.
+
+A row has to be in its window when its request drafts, is saved or leaves a
+snapshot, and not before: a request that does not draft, or ends first, never
+pays for its own. What waits is written together, which costs a fraction of
+row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from firesteel.models.deepseek_v4.dspark import Drafter
+from firesteel.models.deepseek_v4.model import LayerMemory
+from firesteel.ops.types import PassContext
+
+MOST_BYTES = 32 << 20  # streams that may wait: hundreds of rows of a small model, some of a large one
+
+
+class Owed:
+    """Passes whose rows wait, and from which pass on each slot's are its own and not yet written."""
+
+    def __init__(self, drafter: Drafter, windows: Sequence[LayerMemory], slots: int):
+        """``slots``: lines of a window, the scratch one included."""
+        self.drafter, self.windows = drafter, windows
+        self.passes: list[tuple[list[Tensor], PassContext]] = []
+        self._owners: list[Sequence[int]] = []  # slots that have rows in each pass
+        self._begun = 0  # number of the first pass that waits
+        self._since = [0] * slots  # number of a slot's first pass that counts
+        self.nbytes = 0  # of the passes' streams
+
+    def add(self, streams: list[Tensor], ctx: PassContext, owners: Sequence[int]) -> None:
+        """A pass of ``owners`` has run; ``streams`` [R, hc, D] of its tapped layers."""
+        self.passes.append((streams, ctx))
+        self._owners.append(owners)
+        self.nbytes += sum(h.nbytes for h in streams)
+
+    @property
+    def full(self) -> bool:
+        """Whether waiting takes too much memory."""
+        return self.nbytes > MOST_BYTES
+
+    def write(self, slots: Iterable[int] | None = None) -> None:
+        """Write what ``slots`` wait for; without them everything."""
+        count = len(self.passes)
+        if slots is None:
+            slots = range(len(self._since))
+        first = [count] * len(self._since)
+        for slot in slots:
+            first[slot] = max(self._since[slot] - self._begun, 0)
+            self._since[slot] = self._begun + count
+        at = min(first)
+        if at < count:
+            wanted = torch.tensor([f - at for f in first]) if any(f > at for f in first) else None
+            self.drafter.write_context(self.passes[at:], self.windows, wanted)
+        self._let_go()
+
+    def forgive(self, slots: Iterable[int]) -> None:
+        """What earlier passes owe to these slots belongs to requests that left them."""
+        for slot in slots:
+            self._since[slot] = self._begun + len(self.passes)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the oldest passes, as far as nobody waits for them."""
+        n, since = 0, self._since
+        while n < len(self.passes) and all(since[s] > self._begun + n for s in self._owners[n]):
+            self.nbytes -= sum(h.nbytes for h in self.passes[n][0])
+            n += 1
+        del self.passes[:n], self._owners[:n]
+        self._begun += n
