@@ -213,7 +213,7 @@ class Adaptive:
     def _drifted(self, able: list[Candidate]) -> bool:
         """Whether the plan was made for others: so few requests that each counts, or another number of them."""
         if len(able) <= LONE:
-            return self._age >= len(able) and [c.request_id for c in able] != self._planned_ids
+            return 2 * self._age >= len(able) and [c.request_id for c in able] != self._planned_ids
         return abs(len(able) - self._planned_for) > self._planned_for // 8
 
     def _earn(self) -> None:
