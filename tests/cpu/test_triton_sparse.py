@@ -24,6 +24,7 @@ from firesteel.ops.reference import linear as reference_linear
 from firesteel.ops.testing import Geometry, World, assert_close, assert_row_invariant, same_bits
 from firesteel.ops.testing_cases import ROW_CASES, WORLD_CASES, Case, normal, weight
 from firesteel.ops.triton import attention as triton_attention
+from firesteel.ops.triton import hyper as triton_hyper
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.linear import quantise
 from firesteel.ops.types import Hyper, Norm
@@ -150,8 +151,26 @@ def test_block_attention(start: int, ops: TritonOps, monkeypatch: pytest.MonkeyP
     assert same_bits(run(ops, rows)[:width], run(ops, rows[:width]))
 
 
+def test_attention_norms_and_turns_queries(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``queries`` and ``attention`` give what ``query`` and ``attention`` give, and the same bits in every batch."""
+    world, sinks = World(SMALL), normal(SMALL.heads)
+
+    def run(ops: Ops, rows: list[Any]) -> Tensor:
+        ctx, pick = world.context(ops, rows), world.pick
+        ring, q, kv = world.ring(world.kv, SMALL.ring, rows), pick(world.q, rows), pick(world.kv, rows)
+        if isinstance(ops, TritonOps):
+            q = ops.queries(q.flatten(1), SMALL.heads, 1e-6, "main", ctx)
+        else:
+            q = ops.query(q.flatten(1), SMALL.heads, 1e-6, "main", ctx)
+        return ops.attention(q, kv, ring, SMALL.span, sinks, None, 0, None, "main", ctx)
+
+    rows = [(0, p) for p in (3, 4)] + [(1, p) for p in range(40, 45)]
+    compare(Case("attention_turned", run, rows, world), ops, rows, monkeypatch)
+    assert same_bits(run(ops, rows)[:2], run(ops, rows[:2]))
+
+
 # ---- one kernel for what two or three did ------------------------------------------------
-def test_a_step_has_the_bits_of_its_parts(ops: TritonOps) -> None:
+def test_a_step_has_the_bits_of_its_parts(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
     """``hyper_step`` against ``hyper_post`` and ``hyper_pre``."""
     rows, d, hc = 21, 160, 4
     f, h, comb = normal(rows, d), normal(rows, hc, d, seed=2), torch.rand(rows, hc, hc) / hc
@@ -164,6 +183,9 @@ def test_a_step_has_the_bits_of_its_parts(ops: TritonOps) -> None:
     apart = ops.hyper_post(f, h, post, comb)
     assert same_bits(streams, apart)
     for got, want in zip(rest, ops.hyper_pre(apart, w, norm), strict=True):
+        assert same_bits(got, want)
+    monkeypatch.setattr(triton_hyper, "FEW", 0)  # a program makes the mixing matrices of several rows
+    for got, want in zip(ops.hyper_step(f, h, post, comb, w, norm), (streams, *rest), strict=True):
         assert same_bits(got, want)
     empty = ops.hyper_step(f[:0], h[:0], post[:0], comb[:0], w, norm)
     assert [t.shape for t in empty] == [(0, hc, d), (0, d), (0, hc), (0, hc, hc)]

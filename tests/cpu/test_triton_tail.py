@@ -58,16 +58,17 @@ def random_state(slots: int, vocab: int, length: int = 40, gamma: int = 4, seed:
 
 # ---- noise ---------------------------------------------------------------------------
 @kernel()
-def draw(ids, words, flat, noisy, position, stream, high, low, index, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def draw(ids, words, flat, noisy, position, stream, high, low, index, N: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, N)
     key = [tl.load(p).to(tl.uint32) for p in (position, stream, high, low, index)]
-    bits = philox(tl.load(ids + at).to(tl.uint32), key[0], key[1], key[2], key[3], key[4])
+    bits = philox(tl.load(ids + at).to(tl.uint32), key[0], key[1], key[2], key[3], key[4], PAIRS)
     tl.store(words + at, bits.to(tl.int64))
     tl.store(flat + at, uniform(bits))
     tl.store(noisy + at, gumbel(bits))
 
 
-def test_noise_has_the_reference_words() -> None:
+@pytest.mark.parametrize("pairs", [True, False])
+def test_noise_has_the_reference_words(pairs: bool) -> None:
     n = 4096
     state = random_state(3, 50, seed=5)
     ids = torch.arange(n) * 31
@@ -76,7 +77,7 @@ def test_noise_has_the_reference_words() -> None:
     want = noise.words(ids, place, slot, state, 9)[0]
     words, flat, noisy = torch.empty(n, dtype=torch.int64), torch.empty(n), torch.empty(n)
     key = (place, torch.tensor([9]), state.seed_hi[1:2], state.seed_lo[1:2], state.sample[1:2])
-    draw[(1,)](ids, words, flat, noisy, *key, N=n)
+    draw[(1,)](ids, words, flat, noisy, *key, N=n, PAIRS=pairs)
     assert torch.equal(words, want)
     assert torch.equal(flat, noise.uniform(want))
     torch.testing.assert_close(noisy, noise.gumbel(want), rtol=1e-6, atol=3e-7)

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 ROWS = (1, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 512, 1000, 1792, 2048)
+LOST = {"fp8": 5e-4, "bf16": 1e-5}  # of a sum of thousands, whose last bits a tensor core cuts off
 WIDTHS = {  # name: format, outputs, inputs, groups
     "wq_a": ("fp8", 1024, 4096, 1),
     "wq_b": ("fp8", 32768, 1024, 1),
@@ -85,11 +86,11 @@ def test_bits_at_every_row_count(name: str, ops: TritonOps) -> None:
         else (q.double().unflatten(1, (-1, 128)) * step.double()[..., None]).flatten(1)
     )
     want = in_float64(values[:64], w, groups)
-    assert float((known[:64].double() - want).norm() / want.norm()) < (5e-4 if kind == "fp8" else 1e-6)
+    assert float((known[:64].double() - want).norm() / want.norm()) < LOST[kind]
     assert int(ops.scratch.arrived.sum()) == 0
 
 
-@pytest.mark.parametrize("rows", (1, 16, 17, 32, 33))
+@pytest.mark.parametrize("rows", (1, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256, 512, 1000))
 def test_products_of_one_input(rows: int, ops: TritonOps) -> None:
     """The weights of a CSA layer's input, of both formats, in one launch."""
     parts = [

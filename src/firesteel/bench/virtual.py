@@ -285,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tokens", type=int, default=128, help="tokens of one answer")
     p.add_argument("--requests", type=int, default=3, help="requests per concurrent one")
     p.add_argument("--least", type=int, default=24, help="but at least as many requests")
+    p.add_argument("--warmups", type=int, default=0, help="requests that come first and are not counted")
     p.add_argument("--full-load", action="store_true", help="leave the rundown out, see Bed.run")
     p.add_argument("--json", default=None, metavar="FILE")
     args = p.parse_args(argv)
@@ -307,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 n = max(args.requests * c, args.least)
                 return problem_jobs(llm, n, args.tokens) if scene == MODEL else jobs(n, args.tokens)  # noqa: B023
 
-            for points in compare(bed, prices, levels, work, whole=not args.full_load):
+            for points in compare(bed, prices, levels, work, warmup=lambda _: args.warmups, whole=not args.full_load):
                 r = ratio(points)
                 rates = [f"{q.rate:,.0f}" for q in points]
                 shown.add_row(points[0].table, str(points[0].concurrency), *rates, f"{r:.3f}")

@@ -124,6 +124,12 @@ class Ops(ABC):
     def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
         """Split [R, H*d] into heads, unweighted RMS norm, rotate: [R, H, d]."""
 
+    def queries(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
+        """What ``attention`` and ``block_attention`` take as q [R, H, d]: ``query``,
+        or raw heads where they norm and turn those themselves.
+        """
+        return self.query(q, heads, eps, table, ctx)
+
     @abstractmethod
     def key_value(self, kv: Tensor, norm: Norm, table: str, ctx: PassContext) -> Tensor:
         """The shared K=V row in its stored form: norm, rotate, quantise: [R, d]."""
@@ -231,7 +237,7 @@ class Ops(ABC):
         """
         x, post, comb = self.hyper_pre(h, w.attn_hyper, w.attn_norm)
         qa = self.norm(self.linear(x, w.wq_a), w.q_norm)
-        q = self.query(self.linear(qa, w.wq_b), w.heads, w.eps, w.table, ctx)
+        q = self.queries(self.linear(qa, w.wq_b), w.heads, w.eps, w.table, ctx)
         kv = self.key_value(self.linear(x, w.wkv), w.kv_norm, w.table, ctx)
         o = self.block_attention(q, kv, window, w.span, w.sinks, w.table, ctx)
         f = self.output(o, w.wo_a, w.wo_b)

@@ -142,7 +142,7 @@ class Target:
     def _attention(self, x: Tensor, w: AttentionWeights, state: LayerMemory, ctx: PassContext) -> Tensor:
         ops, c = self.ops, self.config
         qa = ops.norm(ops.linear(x, w.wq_a), w.q_norm)
-        q = ops.query(ops.linear(qa, w.wq_b), w.heads, c.rms_norm_eps, w.table, ctx)
+        q = ops.queries(ops.linear(qa, w.wq_b), w.heads, c.rms_norm_eps, w.table, ctx)
         kv = ops.key_value(ops.linear(x, w.wkv), w.kv_norm, w.table, ctx)
         entries, ratio, selection = None, 0, None
         if w.compressor is not None:

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firesteel.ops.triton.ends import finish, queries
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
-from firesteel.ops.triton.rounding import on_grid, operand, rotation
+from firesteel.ops.triton.rounding import operand
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import Target
 from firesteel.ops.types import PassContext
@@ -35,25 +36,30 @@ NONE, ALL, CHOSEN = (tl.constexpr(i) for i in range(3))  # which entries a row s
 
 
 @triton.jit
-def _add_keys(q, keys, valid, top, total, acc, scale, real):
-    """One tile of keys [BN, BD] into a running softmax (base 2) of q [BD, BH]; ``scale`` holds log2 e.
+def _add_keys(q, keys, valid, top, total, acc, scale, real, PIECES: tl.constexpr):
+    """One tile of keys into a running softmax (base 2); ``scale`` holds log2 e.
 
-    ``real`` is true: behind a branch the compiler no longer sees that one product feeds the
-    other, for which it would give every warp group all of the first.
+    q, keys and acc in pieces of dims: [BP, BH], [BN, BP] and [BP, BH]. ``real`` is true: behind a
+    branch the compiler no longer sees that one product feeds the other, for which it would give
+    every warp group all of the first.
     """
-    scores = tl.dot(keys, q, input_precision="ieee") * scale
-    scores = tl.where(valid[:, None], scores, float("-inf"))
+    scores = tl.dot(keys[0], q[0], input_precision="ieee")
+    for i in tl.static_range(1, PIECES):
+        scores = tl.dot(keys[i], q[i], scores, input_precision="ieee")
+    scores = tl.where(valid[:, None], scores * scale, float("-inf"))
     best = tl.maximum(top, tl.max(scores, axis=0))
     if real:
         fade = tl.exp2(top - best)
         p = tl.exp2(scores - best[None, :])
         total = total * fade + tl.sum(p, axis=0)
-        narrow = p.to(keys.dtype)
+        narrow = p.to(keys[0].dtype)
     else:
         fade = tl.zeros_like(top)
-        narrow = tl.zeros_like(scores).to(keys.dtype)
-    acc = tl.dot(tl.trans(keys), narrow, acc * fade[None, :], input_precision="ieee")
-    return best, total, acc
+        narrow = tl.zeros_like(scores).to(keys[0].dtype)
+    out = ()
+    for i in tl.static_range(PIECES):
+        out += (tl.dot(tl.trans(keys[i]), narrow, acc[i] * fade[None, :], input_precision="ieee"),)  # type: ignore[assignment]
+    return best, total, out
 
 
 @triton.jit
@@ -126,48 +132,6 @@ def _part_keys(
 
 
 @triton.jit
-def _finish(
-    acc,
-    total,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    row,
-    head,
-    lane,
-    BD: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    OFFICIAL: tl.constexpr,
-):
-    """Store acc [BD, BH] / total with its last 2*HALF dims turned back by the row's angle.
-
-    Those dims go through memory: turning them in the accumulator's layout would
-    need more registers than there are.
-    """
-    out_ptr += row * (H * D)
-    base = head[:, None] * D
-    live = (head < H)[:, None]
-    inside = live
-    if BD > D:
-        inside = inside & (lane < D)[None, :]
-    y = tl.trans((acc / total[None, :]).to(out_ptr.dtype.element_ty))
-    tl.store(out_ptr + base + lane[None, :], y, mask=inside)
-    tl.debug_barrier()
-    turn = D - 2 * HALF + tl.arange(0, 2 * HALF)[None, :]
-    x = tl.load(out_ptr + base + turn, mask=live, other=0.0).to(tl.float32)
-    partner = tl.load(out_ptr + base + (turn ^ 1), mask=live, other=0.0).to(tl.float32)
-    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, turn, D - 2 * HALF, D)
-    tl.debug_barrier()
-    tl.store(
-        out_ptr + base + turn,
-        on_grid(x * cos - partner * sin, OFFICIAL).to(out_ptr.dtype.element_ty),
-        mask=live,
-    )
-
-
-@triton.jit
 def _visible(position, chosen, RATIO: tl.constexpr, KIND: tl.constexpr):
     """How many entries a row attends to; a selection of ``chosen`` columns holds all it can."""
     if KIND == NONE:
@@ -201,11 +165,13 @@ def attend(
     columns,
     page_stride,
     scale,
+    eps,
     H: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
+    PIECES: tl.constexpr,
     BN: tl.constexpr,
     KEYS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -215,11 +181,13 @@ def attend(
     PER_PAGE: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURN: tl.constexpr,
     SIZE: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
     begin()
     groups: tl.constexpr = (H + BH - 1) // BH
+    BP: tl.constexpr = BD // PIECES
     row = (tl.program_id(0) // groups).to(tl.int64)
     part = tl.program_id(1)
     position = tl.load(position_ptr + row).to(tl.int32)
@@ -233,13 +201,12 @@ def attend(
     last = tl.load(last_ptr + row).to(tl.int32)
     start = tl.load(position_ptr + first).to(tl.int32)
     head = tl.program_id(0) % groups * BH + tl.arange(0, BH)
-    lane = tl.arange(0, BD)
-    inside = (head < H)[:, None]
-    if BD > D:
-        inside = inside & (lane < D)[None, :]
-    at = head[:, None] * D + lane[None, :]
-    q = tl.trans(operand(tl.load(q_ptr + row * (H * D) + at, mask=inside, other=0.0), OFFICIAL))
-    acc = tl.zeros([BD, BH], tl.float32)
+    q = queries(
+        q_ptr + row * (H * D), cos_ptr, sin_ptr, row, head, eps, H, D, HALF, BD, PIECES, TURN, OFFICIAL
+    )
+    acc = ()
+    for _i in tl.static_range(PIECES):
+        acc += (tl.zeros([BP, BH], tl.float32),)  # type: ignore[assignment]
     sink = tl.load(sink_ptr + head, mask=head < H, other=0.0).to(tl.float32) * 1.4426950408889634
     top = tl.where(part == 0, sink, LOWEST)  # the sink counts once, in part 0
     total = tl.where(part == 0, tl.full([BH], 1.0, tl.float32), 0.0)
@@ -255,16 +222,30 @@ def attend(
         pointer = address.to(tl.pointer_type(kv_ptr.dtype.element_ty))
         if D % 8 == 0:  # rows begin at 16 bytes
             pointer = tl.multiple_of(pointer, 16)
-        inside_keys = (address != 0)[:, None]
-        if BD > D:
-            inside_keys = inside_keys & (lane < D)[None, :]
-        keys = operand(tl.load(pointer[:, None] + lane[None, :], mask=inside_keys, other=0.0), OFFICIAL)
-        top, total, acc = _add_keys(q, keys, address != 0, top, total, acc, scale, rows > 0)
-    if count <= SIZE:
-        _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
-    else:
-        line = (part.to(tl.int64) * rows + row) * H
-        tl.store(acc_ptr + line * D + at, tl.trans(acc), mask=inside)
+        keys = ()
+        for i in tl.static_range(PIECES):
+            dim = i * BP + tl.arange(0, BP)
+            inside_keys = (address != 0)[:, None]
+            if BD > D:
+                inside_keys = inside_keys & (dim < D)[None, :]
+            keys += (  # type: ignore[assignment]
+                operand(tl.load(pointer[:, None] + dim[None, :], mask=inside_keys, other=0.0), OFFICIAL),
+            )
+        top, total, acc = _add_keys(q, keys, address != 0, top, total, acc, scale, rows > 0, PIECES)
+    whole = count <= SIZE
+    line = (part.to(tl.int64) * rows + row) * H
+    for i in tl.static_range(PIECES):
+        dim = i * BP + tl.arange(0, BP)
+        if whole:
+            finish(
+                acc[i], total, cos_ptr, sin_ptr, out_ptr, row, head, dim, i * BP, BP, BD, H, D, HALF, OFFICIAL
+            )
+        else:
+            inside = (head < H)[:, None]
+            if BD > D:
+                inside = inside & (dim < D)[None, :]
+            tl.store(acc_ptr + line * D + head[:, None] * D + dim[None, :], tl.trans(acc[i]), mask=inside)
+    if count > SIZE:
         tl.store(stat_ptr + line * 2 + head * 2, top, mask=head < H)
         tl.store(stat_ptr + line * 2 + head * 2 + 1, total, mask=head < H)
 
@@ -313,7 +294,7 @@ def merge_parts(
         add = tl.trans(tl.load(acc_ptr + line * D + at, mask=inside, other=0.0))
         acc = acc * fade[None, :] + add * weight[None, :]
         top = best
-    _finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, BD, H, D, HALF, OFFICIAL)
+    finish(acc, total, cos_ptr, sin_ptr, out_ptr, row, head, lane, 0, BD, BD, H, D, HALF, OFFICIAL)
 
 
 @dataclass(frozen=True)
@@ -323,7 +304,18 @@ class Shape:
     heads: int
     dims: int
     keys: int
+    pieces: int
     options: dict[str, int]
+
+
+PIECES = 4
+
+
+def unturned(q: Tensor, heads: int, eps: float) -> Tensor:
+    """q [R, H*d] as heads [R, H, d], which ``attention`` is to norm (with ``eps``) and to turn."""
+    out = q.unflatten(1, (heads, -1))
+    out.unturned = eps  # type: ignore[attr-defined]
+    return out
 
 
 SPREAD = 132  # programs that a pass of few rows is spread over: multiprocessors of an H200
@@ -338,17 +330,22 @@ def shape_of(heads: int, dim: int, official: bool, target: Target, rows: int) ->
     bd = max(16, pow2(dim))
     wide = bd >= 256  # the accumulator decides how many registers are left
     if not official:
-        return Shape(16, bd, 16 if wide else 64, {"num_warps": 4, "num_stages": 1})
+        return Shape(16, bd, 16 if wide else 64, 1, {"num_warps": 4, "num_stages": 1})
     if target.backend == "hip":
         return Shape(
-            max(16, min(32 if wide else 64, pow2(heads))), bd, 32 if wide else 64, {"num_warps": 4, **AMD}
+            max(16, min(32 if wide else 64, pow2(heads))), bd, 32 if wide else 64, 1, {"num_warps": 4, **AMD}
         )
     if not wide:
-        return Shape(max(16, min(64, pow2(heads))), bd, 64, {"num_warps": 4, "num_stages": 1})
+        return Shape(max(16, min(64, pow2(heads))), bd, 64, 2, {"num_warps": 4, "num_stages": 1})
     most = next((n for n in (16, 32) if rows * cdiv(heads, n) <= SPREAD), 64)
+    pieces = 1 if target.name == "sm_100" else PIECES
     bh = 16 if target.name == "sm_100" else max(16, min(most, pow2(heads)))
     return Shape(
-        bh, bd, 64, {"num_warps": 4, "num_stages": 3} if bh == 16 else {"num_warps": 8, "num_stages": 2}
+        bh,
+        bd,
+        64,
+        pieces,
+        {"num_warps": 4, "num_stages": 3} if bh == 16 else {"num_warps": 8, "num_stages": 2},
     )
 
 
@@ -367,8 +364,12 @@ def attention(
     official: bool,
     target: Target,
 ) -> Tensor:
-    """Output [R, H, d] of ``Ops.attention``; with ``ctx.block`` set that of ``Ops.block_attention``."""
+    """Output [R, H, d] of ``Ops.attention``; with ``ctx.block`` set that of ``Ops.block_attention``.
+
+    q that ``unturned`` made is normed and turned here.
+    """
     rows, heads, dim = q.shape
+    eps: float | None = getattr(q, "unturned", None)
     out = torch.empty(rows, heads, dim, dtype=store, device=q.device)
     if rows == 0:
         return out
@@ -398,45 +399,14 @@ def attention(
     grid = (rows * cdiv(heads, s.heads), parts)
     r, tiles = ctx.rows, cdiv(span + ctx.block, s.keys)
     attend[grid](
-        q,
-        kv,
-        window,
-        sinks,
-        window if entries is None else entries,
-        r.slots if selection is None else selection,
-        dense(ctx.page_table),
-        r.positions,
-        r.slots,
-        r.first,
-        r.last,
-        cos,
-        sin,
-        out,
-        acc,
-        stat,
-        rows,
-        chosen,
-        ctx.page_table.shape[1],
-        0 if entries is None else entries.stride(0),
-        LOG2E / math.sqrt(dim),
-        H=heads,
-        D=dim,
-        HALF=cos.shape[1],
-        BH=s.heads,
-        BD=s.dims,
-        BN=s.keys,
-        KEYS=pow2(tiles * s.keys + (PART if kind else 0)),
-        SPAN=span,
-        WINDOW_TILES=tiles,
-        RING=window.shape[1],
-        RATIO=max(ratio, 1),
-        PER_PAGE=per_page,
-        KIND=kind.value,
-        BLOCK=ctx.block > 0,
-        SIZE=PART,
-        OFFICIAL=official,
-        **s.options,
-    )
+        q, kv, window, sinks, window if entries is None else entries, r.slots if selection is None else selection,
+        dense(ctx.page_table), r.positions, r.slots, r.first, r.last, cos, sin, out, acc, stat, rows, chosen,
+        ctx.page_table.shape[1], 0 if entries is None else entries.stride(0), LOG2E / math.sqrt(dim),
+        0.0 if eps is None else eps, H=heads, D=dim, HALF=cos.shape[1], BH=s.heads, BD=s.dims,
+        PIECES=s.pieces, BN=s.keys, KEYS=pow2(tiles * s.keys + (PART if kind else 0)), SPAN=span,
+        WINDOW_TILES=tiles, RING=window.shape[1], RATIO=max(ratio, 1), PER_PAGE=per_page, KIND=kind.value,
+        BLOCK=ctx.block > 0, TURN=eps is not None, SIZE=PART, OFFICIAL=official, **s.options,
+    )  # fmt: skip
     if parts > 1:
         some = min(s.heads, 16)
         merge_parts[(rows, cdiv(heads, some))](
@@ -453,7 +423,7 @@ def _specs() -> list[Spec]:
         f32="sink_ptr cos_ptr sin_ptr acc_ptr stat_ptr",
         i64="chosen_ptr page_ptr position_ptr slot_ptr first_ptr last_ptr",
         int="rows chosen columns page_stride",
-        float="scale",
+        float="scale eps",
     )
     out: list[Spec] = []
     for name, kind, ratio in (
@@ -464,12 +434,18 @@ def _specs() -> list[Spec]:
     ):
         keys = 128 + (32 if name == "block" else 0)
         most = PART if kind != NONE else 0
-        entries = {"RATIO": ratio, "PER_PAGE": 256 // ratio, "KIND": kind.value, "BLOCK": name == "block"}
+        entries = {
+            "RATIO": ratio,
+            "PER_PAGE": 256 // ratio,
+            "KIND": kind.value,
+            "BLOCK": name == "block",
+            "TURN": True,
+        }
 
         def tiles(bn: int, keys: int = keys, most: int = most) -> dict[str, int]:
             return {"BN": bn, "WINDOW_TILES": cdiv(keys, bn), "KEYS": pow2(cdiv(keys, bn) * bn + most)}
 
-        narrow = {**AMD, **tiles(32), "BH": 32, "num_warps": 4}
+        narrow = {**AMD, **tiles(32), "BH": 32, "PIECES": 1, "num_warps": 4}
         for heads in (16, 32, 64):
             few = heads == 16
             targets = (
@@ -480,11 +456,19 @@ def _specs() -> list[Spec]:
                     f"attention_{name}_{heads}_official",
                     attend,
                     signature,
-                    {**shape, **entries, **tiles(64), "BH": heads, "SPAN": 128, "RING": 152},
+                    {
+                        **shape,
+                        **entries,
+                        **tiles(64),
+                        "BH": heads,
+                        "PIECES": PIECES,
+                        "SPAN": 128,
+                        "RING": 152,
+                    },
                     {"num_warps": 4, "num_stages": 3} if few else {"num_warps": 8, "num_stages": 2},
                     targets=targets,
                     aligned=("page_stride",),
-                    overrides={"gfx942": narrow, "gfx950": narrow, "sm_100": {"num_stages": 2}},
+                    overrides={"gfx942": narrow, "gfx950": narrow, "sm_100": {"num_stages": 2, "PIECES": 1}},
                 )
             )
     merge = Spec(

@@ -33,6 +33,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from firesteel.ops.triton import launch
 from firesteel.ops.triton.spec import Spec
@@ -101,7 +102,7 @@ def compile_spec(spec: Spec, target: Target) -> Any:
     types = {n: spec.signature.get(n, "constexpr") for n in names}
     types = {n: f"*{target.fp8_name}" if t == "*fp8" else t for n, t in types.items()}
     aligned = [i for i, n in enumerate(names) if types[n].startswith("*") or n in spec.aligned]
-    source = ASTSource(
+    source = (GluonASTSource if spec.fn.is_gluon() else ASTSource)(
         fn=spec.fn,
         signature=types,
         constexprs={(names.index(n),): value for n, value in constants.items()},
@@ -173,7 +174,7 @@ def make(spec: Spec, target: Target) -> Made:
         read_amd(text, made)
     else:
         read_nvidia(compiled.asm["cubin"], made)
-    judge(spec, target, made, compiled.asm["ttir"])
+    judge(spec, target, made, compiled.asm["ttgir" if spec.fn.is_gluon() else "ttir"])
     return made
 
 

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from firesteel.ops.triton import streamed
 from firesteel.ops.triton.experts import finish_up
 from firesteel.ops.triton.fp4 import unfold
 from firesteel.ops.triton.launch import begin, kernel
@@ -257,6 +258,7 @@ def folded_down_kernel(
 
 
 FEW = 12  # tiles up to which programs take fewer outputs each
+ALONE = 8  # tiles up to which every program has a multiprocessor to itself
 
 
 # ---- launches --------------------------------------------------------------------------------
@@ -265,13 +267,21 @@ class Part:
     """How one of the two products is launched; changes no bit.
 
     ``pieces``: programs that share 128 columns of h (1, 2 or 4), or 128 outputs of the second product (1 or 2).
-    ``ahead``: scales of rows are read one block ahead, which costs registers.
+    ``ahead``: scales of rows are read one block ahead, which costs registers. ``unroll`` > 0: the form of
+    ``streamed`` with so many blocks unrolled and so many ``registers`` per thread; it has no pieces.
     """
 
     pieces: int
     warps: int
     stages: int
     ahead: bool = True
+    unroll: int = 0
+    registers: int = 0
+
+    @property
+    def stream(self) -> streamed.How:
+        """What ``streamed`` has to know."""
+        return self.warps, self.stages, self.unroll, self.registers
 
 
 @dataclass(frozen=True)
@@ -282,8 +292,30 @@ class Shape:
     down: Part
 
 
-def shape_for(tile_n: int, slots: int) -> Shape:
-    """By lines per tile and tiles; the numbers are measured ones of an H200."""
+def streams(m: int, k: int) -> bool:
+    """Whether weights [m, k] per expert may take the form of ``streamed`` here."""
+    return streamed.usable() and m % 256 == 0 and k % 512 == 0
+
+
+def streamed_shape(tile_n: int, slots: int) -> Shape:
+    """As ``shape_for``, of the streamed form."""
+    if tile_n == 64:
+        return Shape(Part(1, 8, 4, unroll=2, registers=255), Part(1, 8, 4, unroll=2, registers=255))
+    if tile_n == 32:
+        return Shape(Part(1, 4, 4, unroll=2, registers=255), Part(1, 8, 4, unroll=2, registers=128))
+    if slots <= ALONE:
+        return Shape(Part(1, 8, 8, unroll=2, registers=255), Part(2, 4, 8))
+    if slots <= FEW:
+        return Shape(Part(1, 4, 6), Part(2, 4, 8))
+    if slots <= 300:
+        return Shape(Part(1, 8, 3, unroll=1, registers=80), Part(1, 8, 3, unroll=1, registers=80))
+    return Shape(Part(1, 4, 3, unroll=1, registers=168), Part(1, 4, 3, unroll=1, registers=168))
+
+
+def shape_for(tile_n: int, slots: int, stream: bool = False) -> Shape:
+    """By lines per tile and tiles; the numbers are measured ones of an H200. ``stream``: see ``streams``."""
+    if stream:
+        return streamed_shape(tile_n, slots)
     if tile_n == 64:
         return Shape(Part(2, 4, 3, ahead=False), Part(1, 4, 3, ahead=False))
     if tile_n == 32:
@@ -322,11 +354,17 @@ def up(
     scratch: Scratch,
     asm: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(h e4m3 [lines, INNER], scales float32 [INNER / 128, lines]); see ``folded_up_kernel``."""
+    """(h e4m3 [lines, INNER], scales float32 [INNER / 128, lines]); see ``folded_up_kernel``.
+
+    xs: scales in the order of lines [K / 128, lines]; of the streamed form in that of rows [rows, K / 128].
+    """
     inner, lines, slots = w.m // 2, order.shape[0], owner.shape[0]
-    assert part.pieces == 1 or slots * (inner // 128) <= scratch.arrived.numel(), "more tiles than counters"
     h = torch.empty(lines, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(inner // 128, lines, dtype=torch.float32, device=x.device)
+    if part.unroll:
+        streamed.up(w.data, w.words, w.base, x, xs, weights, order, owner, h, hs, top, limit, part.stream)
+        return h, hs
+    assert part.pieces == 1 or slots * (inner // 128) <= scratch.arrived.numel(), "more tiles than counters"
     kept = torch.empty(lines if part.pieces > 1 else 0, w.m, dtype=torch.bfloat16, device=x.device)
     folded_up_kernel[(slots, inner // 128, part.pieces)](
         w.data, w.words, w.base, x, xs, order, owner, weights, h, hs, kept, scratch.arrived, slots, limit,
@@ -350,6 +388,10 @@ def down(
 ) -> Tensor:
     """Fill out [assignments, D]; see ``folded_down_kernel``."""
     lines, slots = order.shape[0], owner.shape[0]
+    if part.unroll:
+        assert kind == "fp8", "streams take e4m3 rows"
+        streamed.down(w.data, w.words, w.base, w.m, h, hs, order, owner, out, part.stream)
+        return out
     folded_down_kernel[(slots, w.m // 128 * part.pieces)](
         w.data, w.words, w.base, h, hs, order, owner, out, slots, D=out.shape[1], WIDE=w.m, K=w.k,
         TILE_N=lines // slots, M=128 // part.pieces, KIND=kind, AHEAD=part.ahead, ASM=asm,
@@ -397,6 +439,14 @@ def _specs(tile_n: int, slots: int, name: str) -> list[Spec]:
     return [up_spec, down_spec]
 
 
+def _streamed(tile_n: int, slots: int, name: str) -> list[Spec]:
+    shape = streamed_shape(tile_n, slots)
+    up_how, down_how = (part.stream if part.unroll else None for part in (shape.up, shape.down))
+    return streamed.specs(tile_n, name, up_how, down_how)
+
+
 KERNELS: list[Spec] = [
     *_specs(16, 6, "16-few"), *_specs(16, 256, "16"), *_specs(32, 256, "32"), *_specs(64, 256, "64"),
+    *_streamed(16, 6, "16-few"), *_streamed(16, 256, "16"), *_streamed(16, 350, "16-many"),
+    *_streamed(32, 300, "32"), *_streamed(64, 300, "64"),
 ]  # fmt: skip

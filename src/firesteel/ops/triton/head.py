@@ -11,6 +11,7 @@ other, so that its bytes come from memory once.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel
 from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import TARGETS, Target
+from firesteel.ops.triton.walk import head_wide, walk_rows
 from firesteel.ops.types import Linear, SlotState
 
 TILE_V, TILE_K = 128, 64
@@ -52,7 +55,7 @@ def head_dot(x, w, x_rows, ok, ids, inside, K: tl.constexpr, V: tl.constexpr, R:
 
 
 @triton.jit
-def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     """What becomes of the products [V, N] of the rows start, start + step, ..."""
     tile, ids, inside = where
     base, out, values, chosen, seconds = tables
@@ -73,7 +76,7 @@ def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexp
         score = logit
         if tl.max(heat, axis=0) > 0.0:  # all greedy: the noise is multiplied by 0
             words = (place[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
-            score = perturb(logit, heat[None, :], ids[:, None], words)
+            score = perturb(logit, heat[None, :], ids[:, None], words, PAIRS)
         best, found, second = tile_best(logit, score, ids[:, None], inside[:, None], 0, BASE)
         at = row * tiles + tile  # of rows * tiles: far below 2^31
         tl.store(values + at, best, mask=ok)
@@ -83,14 +86,29 @@ def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexp
 
 
 @triton.jit
-def finish(acc, start, step, place, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
+def finish(acc, start, step, place, tables, key, sizes, BASE: tl.constexpr, STORE: tl.constexpr, PICK: tl.constexpr, REJECTION: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip  # noqa: E501
     """``finish_rows`` of at most CHUNK rows at a time: the noise of a whole wide tile would not fit the registers."""
     if PICK and N > CHUNK:  # even and odd columns: neighbours lie in one thread
         even, odd = tl.split(tl.reshape(acc, (acc.shape[0], N // 2, 2)))
         first: tl.constexpr = (
             CHUNK // 2 if N >= 128 and not BASE else CHUNK
         )  # while the other half fills registers too
-        finish(even, start, 2 * step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N // 2, first)
+        finish(
+            even,
+            start,
+            2 * step,
+            place,
+            tables,
+            key,
+            sizes,
+            BASE,
+            STORE,
+            PICK,
+            REJECTION,
+            N // 2,
+            first,
+            PAIRS,
+        )
         finish(
             odd,
             start + step,
@@ -105,9 +123,10 @@ def finish(acc, start, step, place, tables, key, sizes, BASE: tl.constexpr, STOR
             REJECTION,
             N // 2,
             CHUNK,
+            PAIRS,
         )
     else:
-        finish_rows(acc, start, step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N)
+        finish_rows(acc, start, step, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, N, PAIRS)
 
 
 @kernel("rows", "row_tiles", "base_stride", "out_stride", "tiles")
@@ -144,6 +163,7 @@ def head_rows(  # type: ignore[no-untyped-def]
     PICK: tl.constexpr,
     REJECTION: tl.constexpr,
     CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr = True,
 ):
     """One vocabulary tile of up to TILE_R rows; GATHER reads row r of ``x`` at ``previous[r]``."""
     begin()
@@ -166,7 +186,7 @@ def head_rows(  # type: ignore[no-untyped-def]
     key = (slots, positions, passes, seed_lo, seed_hi, sample, temperature)
     sizes = (rows, base_stride, out_stride, tiles)
     place = (tile, ids, inside)
-    finish(acc, start, 1, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, TILE_R, CHUNK)
+    finish(acc, start, 1, place, tables, key, sizes, BASE, STORE, PICK, REJECTION, TILE_R, CHUNK, PAIRS)
 
 
 def row_tile(rows: int, narrow: bool) -> int:
@@ -183,14 +203,15 @@ def options(target: Target, walk: bool, tile: int) -> dict[str, Any]:
     """Warps, stages and register limit of the head, or of a step of the walk, on a target; they touch no bit.
 
     On Hopper two programs of the widest tile share a multiprocessor: one draws noise while the other
-    multiplies. The walk's K is 256: on gfx942 a second stage brings little and spills 6 registers.
+    multiplies; pairs of registers for the noise would spill there. The walk's K is 256: on gfx942 a second
+    stage brings little and spills 6 registers.
     """
     if target.backend == "hip":
         stages = 1 if walk and target.name == "gfx942" else 2
         return {"num_warps": 8, "num_stages": stages, "matrix_instr_nonkdim": 16}
     if target.backend == "cuda":
         if tile == 128 and not walk and target.name == "sm_90":
-            return {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+            return {"num_warps": 8, "num_stages": 3, "maxnreg": 128, "PAIRS": False}
         return {"num_warps": 8, "num_stages": 4}
     return {}
 
@@ -213,6 +234,56 @@ class Walk:
     rejection: bool
 
 
+@dataclass(frozen=True)
+class Form:
+    """Tiles and launch of ``walk_rows`` or ``head_wide``; touches no bit.
+
+    Of a walk ``chunk``, rows of one program whose noise exists at once, and ``programs`` per multiprocessor.
+    """
+
+    tile_v: int
+    tile_r: int
+    warps: int
+    stages: int
+    chunk: int
+    programs: int = 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def walk_form(rows: int, k: int, target: Target) -> Form | None:
+    """The form of a step of the walk over tensor descriptors, None where there is none; measured on an H200."""
+    if target.name != "sm_90" or k not in (64, 128, 256):
+        return None
+    if rows <= 16:
+        return Form(64, 16, 4, 3, 16, 2)
+    return Form(64, 32, 8, 2, 16, 2) if rows <= 32 else Form(64, 64, 4, 2, 16, 2)
+
+
+def wide_form(rows: int, k: int, target: Target) -> Form | None:
+    """The form that stores logits over tensor descriptors, None where ``head_rows`` is as quick.
+
+    On an H200 a tile of 256 rows takes 1.7 times as long as one of 128.
+    """
+    if target.name != "sm_90" or k % TILE_K or rows <= 128 or 7 * cdiv(rows, 256) >= 4 * cdiv(rows, 128):
+        return None
+    return Form(128, 256, 8, 4, 256)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; a few where kernels are interpreted."""
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def unit_of(*strides: int) -> int:
+    """16 if all strides are multiples of it, so that the compiler knows; else 1."""
+    return 16 if all(s % 16 == 0 for s in strides) else 1
+
+
 def run_head(
     x: Tensor,
     w: Tensor,
@@ -225,8 +296,33 @@ def run_head(
     walk: Walk | None = None,
 ) -> Partials | None:
     """Launch the head: into ``store`` [R, V] (any row stride) and, with ``sampling``
-    (slots, positions, state), into tile winners. ``narrow``: bf16 products (exact on bf16 values)."""
+    (slots, positions, state), into tile winners. ``narrow``: bf16 products (exact on bf16 values).
+
+    The form of the kernel follows the row count; the bits of a logit do not."""
     assert x.is_contiguous(), "rows lie one after another"
+    if narrow and rows > 0 and w.dtype == torch.bfloat16:
+        if walk is not None:
+            if (form := walk_form(rows, w.shape[1], target)) is not None:
+                return run_walk(form, x, w, walk, rows, store, sampling)
+        elif x.dtype == torch.bfloat16 and store is not None and sampling is None:
+            wide = wide_form(rows, w.shape[1], target)
+            if wide is not None:
+                run_wide(wide, x, w, rows, store)
+                return None
+    return run_rows(x, w, target, narrow, rows, store, sampling, walk)
+
+
+def run_rows(
+    x: Tensor,
+    w: Tensor,
+    target: Target,
+    narrow: bool,
+    rows: int,
+    store: Tensor | None,
+    sampling: tuple[Tensor, Tensor, SlotState] | None,
+    walk: Walk | None,
+) -> Partials | None:
+    """``run_head`` by ``head_rows``, the form of every device and dtype."""
     vocab, k = w.shape
     tile, row_block = TILE_V, row_tile(rows, narrow)
     tiles, row_tiles = cdiv(vocab, tile), cdiv(rows, row_block)
@@ -265,6 +361,70 @@ def run_head(
     return parts
 
 
+def run_walk(
+    form: Form,
+    x: Tensor,
+    w: Tensor,
+    walk: Walk,
+    rows: int,
+    store: Tensor | None,
+    sampling: tuple[Tensor, Tensor, SlotState] | None,
+) -> Partials | None:
+    """``run_head`` of a step of the walk by ``walk_rows``."""
+    (vocab, k), row_tiles = w.shape, cdiv(rows, form.tile_r)
+    there = multiprocessors(x.device) * form.programs // row_tiles
+    programs = min(cdiv(vocab, form.tile_v), max(1, there))
+    parts = Partials(rows, programs, x.device, True) if sampling is not None else None
+    key: tuple[Tensor, ...] = (w,) * 7 if sampling is None else (*sampling[:2], *seeds(sampling[2]))
+    base_stride, out_stride = walk.base.stride(0), 0 if store is None else store.stride(0)
+    unit = unit_of(base_stride, out_stride)
+    walk_rows[(programs, row_tiles)](
+        x,
+        TensorDescriptor.from_tensor(w, [form.tile_v, k]),
+        walk.base,
+        walk.previous,
+        *key,
+        w if store is None else store,
+        *((w,) * 3 if parts is None else (parts.values, parts.ids, parts.seconds)),
+        rows,
+        base_stride // unit,
+        out_stride // unit,
+        programs,
+        VOCAB=vocab,
+        K=k,
+        TILE_V=form.tile_v,
+        TILE_R=form.tile_r,
+        STORE=store is not None,
+        PICK=sampling is not None,
+        REJECTION=walk.rejection,
+        UNIT=unit,
+        CHUNK=form.chunk,
+        **form.options,
+    )
+    return parts
+
+
+def run_wide(form: Form, x: Tensor, w: Tensor, rows: int, store: Tensor) -> None:
+    """``run_head`` of many rows by ``head_wide``: logits stored."""
+    (vocab, k), row_tiles, stride = w.shape, cdiv(rows, form.tile_r), store.stride(0)
+    unit = unit_of(stride)
+    head_wide[(cdiv(vocab, form.tile_v) * row_tiles,)](
+        TensorDescriptor.from_tensor(x, [form.tile_r, TILE_K]),
+        TensorDescriptor.from_tensor(w, [form.tile_v, TILE_K]),
+        store,
+        rows,
+        row_tiles,
+        stride // unit,
+        VOCAB=vocab,
+        K=k,
+        TILE_V=form.tile_v,
+        TILE_R=form.tile_r,
+        TILE_K=TILE_K,
+        UNIT=unit,
+        **form.options,
+    )
+
+
 def head_logits(x: Tensor, w: Tensor, target: Target, narrow: bool) -> Tensor:
     """float32 [R, V] with the bits that ``run_head`` compares."""
     out = torch.empty(x.shape[0], w.shape[0], dtype=torch.float32, device=x.device)
@@ -281,7 +441,7 @@ def _specs() -> list[Spec]:
     def spec(name: str, tile: int, k: int, walk: bool, store: bool, pick: bool) -> Spec:
         shape = {"VOCAB": 129280, "K": k, "TILE_V": TILE_V, "TILE_R": tile, "TILE_K": TILE_K}
         flags = {"NARROW": True, "GATHER": walk, "BASE": walk, "STORE": store, "PICK": pick}
-        constants = {**shape, **flags, "REJECTION": False, "CHUNK": CHUNK}
+        constants = {**shape, **flags, "REJECTION": False, "CHUNK": CHUNK, "PAIRS": True}
         types = {**signature, "x": "*fp32"} if walk else signature
         return Spec(
             name,
@@ -298,7 +458,33 @@ def _specs() -> list[Spec]:
         *out,
         spec("logits_64", 64, 4096, False, True, False),
         spec("logits_16", 16, 4096, False, True, False),
+        *_descriptor_specs(),
     ]
+
+
+def _descriptor_specs() -> list[Spec]:
+    """Every form on Hopper of the walk of rank 256 and of stored logits."""
+    hopper, counts = TARGETS["sm_90"], (1, 16, 32, 64, 128, 256, 512, 2048)
+
+    def spec(name: str, fn: Any, form: Form, arrays: dict[str, str], constants: dict[str, Any]) -> Spec:
+        integers = dict.fromkeys(("rows", "row_tiles", "base_units", "out_units", "programs"), "i32")
+        types = {k: t for k, t in {**arrays, **integers, "out": "*fp32"}.items() if k in fn.arg_names}
+        sizes = {"VOCAB": 129280, "TILE_V": form.tile_v, "TILE_R": form.tile_r, "UNIT": 16}
+        name = f"{name}_{form.tile_v}x{form.tile_r}"
+        return Spec(name, fn, types, {**sizes, **constants}, form.options, targets=("sm_90",))
+
+    walks = dict.fromkeys(f for n in counts if (f := walk_form(n, 256, hopper)) is not None)
+    wides = dict.fromkeys(f for n in counts if (f := wide_form(n, 4096, hopper)) is not None)
+    flags = {"K": 256, "STORE": False, "PICK": True, "REJECTION": False}
+    tables = {"x": "*fp32", "base": "*fp32", "previous": "*i64", **KEY, **PARTS}
+    out = []
+    for form in walks:
+        arrays = {**tables, "w": f"tensordesc<bf16[{form.tile_v}, 256]>"}
+        out.append(spec("walk_rows", walk_rows, form, arrays, {**flags, "CHUNK": form.chunk}))
+    for form in wides:
+        arrays = {k: f"tensordesc<bf16[{n}, {TILE_K}]>" for k, n in (("w", form.tile_v), ("x", form.tile_r))}
+        out.append(spec("logits_wide", head_wide, form, arrays, {"K": 4096, "TILE_K": TILE_K}))
+    return out
 
 
 KERNELS = _specs()

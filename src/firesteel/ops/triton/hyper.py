@@ -23,7 +23,8 @@ from firesteel.ops.types import Norm
 CHANNELS = 64  # of every stream, in one partial sum
 ROW_TILES = (16, 32)  # the N side of a product: free to follow the row count
 PRODUCT_WARPS = 4
-MIXED = 1  # rows whose mixing matrices one program makes
+FEW = 128  # rows that do not fill the device
+MIXED = (1, 4)  # rows whose mixing matrices one program makes: of few rows and of many
 
 
 @triton.jit
@@ -238,11 +239,17 @@ def finish_pre(
     FORM: tl.constexpr,
     OFFICIAL: tl.constexpr,
 ):
-    """A program mixes, norms and quantises a row; those before them make post and comb of SR rows each."""
+    """Of SR + 1 programs the first makes post and comb of SR rows, the others mix, norm and quantise a row each.
+
+    Side by side, because the first wait for their own results and the others for memory.
+    """
     begin()
-    ahead = (rows + SR - 1) // SR  # they take longest
-    row = (tl.program_id(0) - ahead).to(tl.int64)
-    if row >= 0:
+    place = tl.program_id(0) % (SR + 1)
+    first = tl.program_id(0) // (SR + 1) * SR
+    row = (first + place - 1).to(tl.int64)
+    if (place > 0) & (row >= rows):
+        return
+    if place > 0:
         lane = tl.arange(0, BD)
         old = _streams(h_ptr, row, lane, D, HC)  # under way while the coefficients are added up
         values, column = _row_sums(part_ptr, row, rows, N, NP, CHUNKS, CP)
@@ -253,7 +260,7 @@ def finish_pre(
         if FORM:
             store_form(x, q_ptr, step_ptr, row, D, BD, FORM)
     else:
-        some = tl.program_id(0).to(tl.int64) * SR + tl.arange(0, SR)
+        some = first.to(tl.int64) + tl.arange(0, SR)
         _mixing(
             part_ptr, base_ptr, scale_ptr, post_ptr, comb_ptr, some, rows, eps, rms_eps,
             N, HC * D, HC, NP, CHUNKS, CP, ITERS,
@@ -261,28 +268,11 @@ def finish_pre(
 
 
 @kernel("rows")
-def finish_head(
-    h_ptr,
-    part_ptr,
-    base_ptr,
-    scale_ptr,
-    weight_ptr,
-    z_ptr,
-    x_ptr,
-    rows,
-    eps,
-    rms_eps,
-    norm_eps,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    HC: tl.constexpr,
-    NP: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CP: tl.constexpr,
-    BD: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    OFFICIAL: tl.constexpr,
-):
+def finish_head(  # type: ignore[no-untyped-def]
+    h_ptr, part_ptr, base_ptr, scale_ptr, weight_ptr, z_ptr, x_ptr, rows, eps, rms_eps, norm_eps,
+    N: tl.constexpr, D: tl.constexpr, HC: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
+    BD: tl.constexpr, WEIGHTED: tl.constexpr, OFFICIAL: tl.constexpr,
+):  # fmt: skip
     begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BD)
@@ -388,10 +378,11 @@ def _finished(h: Tensor, part: Tensor, m: Mixer) -> tuple[Tensor, Tensor, Tensor
     post = torch.empty(rows, hc, dtype=torch.float32, device=h.device)
     comb = torch.empty(rows, hc, hc, dtype=torch.float32, device=h.device)
     form, weight, block = form_of(x, m.form), m.norm.weight, pow2(d)
-    finish_pre[(cdiv(rows, MIXED) + rows,)](
+    mixed = MIXED[rows > FEW]
+    finish_pre[(cdiv(rows, mixed) * (mixed + 1),)](
         h, part, m.base, m.scale, h if weight is None else dense(weight), x, form.q, form.step, post, comb, rows,
         m.eps, m.rms_eps, m.norm.eps, m.fn.shape[0], d, hc, part.shape[2], part.shape[0], pow2(part.shape[0]), block,
-        m.iters, MIXED, weight is not None, form.kind, m.official, num_warps=max(1, warps(block) // 2),
+        m.iters, mixed, weight is not None, form.kind, m.official, num_warps=max(1, warps(block) // 2),
     )  # fmt: skip
     return remember(x, form), post, comb
 
@@ -467,17 +458,19 @@ def _specs() -> list[Spec]:
             for kind in ("parts", "step")
             for rows in (ROW_TILES if official else ROW_TILES[:1])
         ]
+        finished = {**before, **types(f32="step_ptr post_ptr comb_ptr"), **types(**{t: "h_ptr x_ptr"})}
         out += [
             Spec(
-                f"hyper_pre_{name}",
+                f"hyper_pre_{mixed}_{name}",
                 finish_pre,
-                {**before, **types(f32="step_ptr post_ptr comb_ptr", **{t: "h_ptr x_ptr"}), "q_ptr": "*fp8"}
-                if official
-                else {**before, **types(f32="h_ptr x_ptr q_ptr step_ptr post_ptr comb_ptr")},
-                {**shape, "N": 24, "NP": 32, "ITERS": 20, "SR": MIXED, "FORM": int(official)},
+                {**finished, "q_ptr": "*fp8" if official else "*fp32"},
+                {**shape, "N": 24, "NP": 32, "ITERS": 20, "SR": mixed, "FORM": int(official)},
                 {"num_warps": 4},
                 overrides={"gfx942": {"FORM": 0}},
-            ),
+            )
+            for mixed in MIXED
+        ]
+        out += [
             Spec(
                 f"hyper_head_{name}",
                 finish_head,

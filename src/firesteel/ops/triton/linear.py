@@ -21,8 +21,8 @@ from firesteel.ops.triton.activations import quantise_kernel as quantise_kernel
 from firesteel.ops.triton.activations import quantised as quantised
 from firesteel.ops.triton.launch import cdiv, pow2
 from firesteel.ops.triton.products import linear_kernel as linear_kernel
+from firesteel.ops.triton.products import pair_kernel, wide_kernel
 from firesteel.ops.triton.products import range_sum as range_sum
-from firesteel.ops.triton.products import wide_kernel
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.target import Target
 
@@ -124,8 +124,8 @@ def dense_parts(weights: Sequence[QTensor], device: torch.device) -> Weight:
 class Shape:
     """How a product is launched for some row count; changes no bit.
 
-    ``parallel``: ranges of K by programs of their own. ``wide``: by tensor descriptors, in steps of
-    ``step`` channels.
+    ``parallel``: ranges of K by programs of their own, whose sums are read ``at_once`` at a time. ``wide``:
+    by tensor descriptors, in steps of ``step`` channels; ``pair``: two sums of 64 outputs in a program.
     """
 
     tile_m: int
@@ -135,6 +135,8 @@ class Shape:
     parallel: bool = False
     wide: bool = False
     step: int = GROUP
+    pair: bool = False
+    at_once: int = 1
 
 
 def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
@@ -143,6 +145,9 @@ def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
     if rows <= 64 or k % GROUP or not flat:
         return None
     if kind == "fp8":
+        pairs = cdiv(n, GROUP) * cdiv(rows, 128)
+        if w.splits == 1 and pairs >= WIDE_ENOUGH:
+            return Shape(GROUP, 128, 4, 3, pair=True)
         tiles = cdiv(n, TILE_M) * cdiv(rows, 128)
         return Shape(TILE_M, 128, 4, 3, w.splits > 1 and tiles < WIDE_ENOUGH // 2, wide=True)
     if kind == "bf16" and w.splits == 1 and rows > 128:
@@ -213,19 +218,28 @@ def product(
     if shape.parallel:
         assert tiles[0] * tiles[1] <= COUNTERS, "more tiles than counters"
         part = torch.empty(splits, rows, n, dtype=torch.float32, device=x.device)
+    if shape.pair:
+        assert kind == "fp8" and groups == 1 and w.splits == 1, "no room for a third sum"
+        pair_kernel[(tiles[0] * tiles[1],)](
+            TensorDescriptor.from_tensor(w.data, [64, GROUP]), scale,
+            TensorDescriptor.from_tensor(x, [shape.tile_n, GROUP]), steps, out, rows, tiles[1], N=n, K=k,
+            TILE_N=shape.tile_n, **options,
+        )  # fmt: skip
+        return out
     if shape.wide:
         wide_kernel[(tiles[0] * tiles[1], splits)](
             TensorDescriptor.from_tensor(w.data, [shape.tile_m, shape.step]), scale,
             TensorDescriptor.from_tensor(x, [shape.tile_n, shape.step]), steps, out, part, scratch.arrived,
             rows, tiles[0], N=n, K=k, GROUP_N=n // groups, SPLITS=w.splits, PARALLEL=shape.parallel,
-            TILE_M=shape.tile_m, TILE_N=shape.tile_n, STEP=shape.step, KIND=kind, **options,
+            TILE_M=shape.tile_m, TILE_N=shape.tile_n, STEP=shape.step, KIND=kind,
+            AT_ONCE=shape.at_once, **options,
         )  # fmt: skip
         return out
     linear_kernel[(*tiles, splits) if shape.parallel else tiles](
         w.data, scale, x, steps, out, part, scratch.arrived, rows, N=n, K=k, STRIDE=x.shape[1],
         BLOCKS=cdiv(k, GROUP), LINES=w.lines_of, GROUP_N=n // groups, SPLITS=w.splits,
         PARALLEL=shape.parallel, TILE_M=shape.tile_m, TILE_N=shape.tile_n, KIND=kind,
-        SCALED=w.scale is not None, **options,
+        SCALED=w.scale is not None, AT_ONCE=shape.at_once, **options,
     )  # fmt: skip
     return out
 
@@ -244,6 +258,7 @@ def _linear_spec(name: str, kind: str, n: int, k: int, tile_n: int, parallel: bo
         constexprs={
             "N": n, "K": k, "STRIDE": k, "BLOCKS": blocks, "LINES": 128, "GROUP_N": n, "SPLITS": 4,
             "PARALLEL": parallel, "TILE_M": TILE_M, "TILE_N": tile_n, "KIND": kind, "SCALED": scaled,
+            "AT_ONCE": 1,
         },
         options={"num_warps": 4, "num_stages": 4},
         overrides={t: {"num_stages": 2, "matrix_instr_nonkdim": 16} for t in ("gfx950", "gfx942")},
@@ -265,9 +280,23 @@ def _wide_spec(
         },
         constexprs={
             "N": 4096, "K": 8192, "GROUP_N": 4096, "SPLITS": splits, "PARALLEL": parallel, "TILE_M": tile_m,
-            "TILE_N": tile_n, "STEP": step, "KIND": kind,
+            "TILE_N": tile_n, "STEP": step, "KIND": kind, "AT_ONCE": 1,
         },
         options={"num_warps": warps, "num_stages": stages},
+        targets=("sm_90",),
+    )  # fmt: skip
+
+
+def _pair_spec() -> Spec:
+    return Spec(
+        name="linear-fp8-pair",
+        fn=pair_kernel,
+        signature={
+            "w": "tensordesc<fp8e4nv[64, 128]>", "ws": "*fp32", "x": "tensordesc<fp8e4nv[128, 128]>", "xs": "*fp32",
+            "out": "*bf16", "rows": "i32", "spans": "i32",
+        },
+        constexprs={"N": 32768, "K": 1024, "TILE_N": 128},
+        options={"num_warps": 4, "num_stages": 3},
         targets=("sm_90",),
     )  # fmt: skip
 
@@ -292,4 +321,5 @@ KERNELS: list[Spec] = [
     _wide_spec("fp8", (64, 128, 128), 4, 3, 4, False),
     _wide_spec("fp8", (64, 128, 128), 4, 3, 4, True),
     _wide_spec("bf16", (128, 256, 64), 8, 4, 1, False),
+    _pair_spec(),
 ]  # fmt: skip

@@ -188,14 +188,16 @@ class MatrixOps(ReferenceOps):
             return None
         if (made := forms.pop(id(w), None)) is not None:
             return made
-        if w.group is None or not 0 < x.shape[0] <= together.FEW or x.dtype != torch.bfloat16:
+        if w.group is None or x.shape[0] == 0 or x.dtype != torch.bfloat16:
+            return None
+        if (how := together.manner_for(w.group, x.shape[0], self.target)) is None:
             return None
         form = (
             linear.quantised(x, x.shape[1], self.target.fp8)
             if w.group.fp8 is not None
             else (x, w.group.table)
         )
-        found = together.products(dense(x), form, w.group, self.store, self.scratch, self.target)
+        found = together.products(dense(x), form, w.group, self.store, self.scratch, self.target, how)
         forms.update({id(member): result for (member, _), result in zip(w.group.members, found, strict=True)})
         return forms.pop(id(w))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from firesteel.ops.triton import folded
 from firesteel.ops.triton.experts import down_kernel, swiglu, up_kernel
-from firesteel.ops.triton.launch import begin, cdiv, kernel, pow2
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.linear import Scratch
 from firesteel.ops.triton.rounding import store_form
 from firesteel.ops.triton.spec import Spec
@@ -244,9 +244,9 @@ def arithmetic(kind: str, target: Target) -> Arithmetic:
 def tile_of(rows: int, top: int, experts: int, *, folded: bool = False) -> int:
     """Lines per tile: about what an expert gets, so that its weights are read once; changes no bit."""
     mean = cdiv(rows * top, experts)
-    if mean <= 16:
+    if mean <= (13 if folded else 16):
         return 16
-    return 64 if folded and mean > 36 else 32
+    return 64 if folded and mean > 35 else 32
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def plan(
     """Tiles of ids int64 [R, k]; see ``plan_kernel``.
 
     ``valid`` bool [R]: rows that have experts at all; None for every row. ``scales`` float32 [R, K / 128]
-    of quantised rows: put in the order of lines.
+    of quantised rows: put in the order of lines, unless ``up`` takes them as they are.
     """
     count = ids.numel()
     assert ids.shape[0] < 1 << 16, "counts of 16 bits"
@@ -280,6 +280,11 @@ def plan(
     owner = torch.empty(slots, dtype=torch.int32, device=ids.device)
     few = count < experts
     step = max(16, pow2(count)) if few else min(4096, pow2(count))
+    if (
+        scales is not None
+        and folded.shape_for(tile_n, slots, folded.streams(256, scales.shape[1] * 128)).up.unroll
+    ):
+        scales = None
     blocks = 0 if scales is None else scales.shape[1]
     ts = order if scales is None else scales.new_empty(blocks, slots * tile_n)
     plan_kernel[(cdiv(experts, EACH.value),)](
@@ -289,6 +294,14 @@ def plan(
         num_warps=4 if step <= 512 else 16,
     )  # fmt: skip
     return Tiles(order, owner, None if scales is None else ts)
+
+
+def scales_of_lines(scales: Tensor, tiles: Tiles, top: int) -> Tensor:
+    """Rows' scales [R, K / 128] as [K / 128, lines]; the plan has them where the launch was foreseen."""
+    if tiles.scales is not None:
+        return tiles.scales
+    index = tiles.order.clamp(0, scales.shape[0] * top - 1)  # lines of no expert hold anything
+    return dense(scales[(index // top).long()].t())
 
 
 def ranges(k: int) -> int:
@@ -324,9 +337,10 @@ def up(
     """
     order, owner = tiles.order, tiles.owner
     if isinstance(w, folded.Weights):
-        assert tiles.scales is not None and official and round_h, "folded weights are of official numerics"
-        part = (shape or folded.shape_for(tiles.n, owner.shape[0])).up
-        return folded.up(w, part, x, tiles.scales, weights, order, owner, top, limit, scratch, how.asm)
+        assert official and round_h, "folded weights are of official numerics"
+        part = (shape or folded.shape_for(tiles.n, owner.shape[0], folded.streams(w.m, w.k))).up
+        scales = xs if part.unroll else scales_of_lines(xs, tiles, top)
+        return folded.up(w, part, x, scales, weights, order, owner, top, limit, scratch, how.asm)
     inner, lines, splits = w.m // 2, order.shape[0], ranges(w.k)
     h = torch.empty(lines, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(lines, inner // 128, dtype=torch.float32, device=x.device)
@@ -357,7 +371,8 @@ def down(
     """Fill out [assignments, D]; see ``down_kernel`` and ``folded_down_kernel``, whose scales are hs transposed."""
     order, owner = tiles.order, tiles.owner
     if isinstance(w, folded.Weights):
-        part = (shape or folded.shape_for(tiles.n, owner.shape[0])).down
+        stream = how.kind == "fp8" and folded.streams(w.m, w.k)
+        part = (shape or folded.shape_for(tiles.n, owner.shape[0], stream)).down
         return folded.down(w, part, how.kind, h, hs, order, owner, out, how.asm)
     lines, splits = order.shape[0], ranges(w.k)
     grid: tuple[int, ...] = (owner.shape[0], w.m // 128)

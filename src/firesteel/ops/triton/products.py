@@ -92,6 +92,26 @@ def range_sum(
 
 
 @kernel()
+def ranges_read(
+    part,
+    own,
+    plane,
+    live,
+    SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The sum of all ranges, which other programs wrote; AT_ONCE, a divisor of SPLITS, are read at a time."""
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for some in range(SPLITS // AT_ONCE):
+        for more in tl.static_range(AT_ONCE):
+            other = part + (some * AT_ONCE + more) * plane
+            acc += tl.load(other + own, mask=live, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@kernel()
 def ranges_end(
     acc,
     part,
@@ -103,15 +123,14 @@ def ranges_end(
     SPLITS: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    AT_ONCE: tl.constexpr = 1,
 ):
     """(whether this program of a tile arrives last, then the sum of all ranges); part [SPLITS, plane]."""
     tl.store(part + split * plane + own, acc, mask=live)
     tl.debug_barrier()  # all stores of this program stand before its arrival
     last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
     if last:
-        acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-        for other in range(SPLITS):
-            acc += tl.load(part + other * plane + own, mask=live, other=0.0, cache_modifier=".cg")
+        acc = ranges_read(part, own, plane, live, SPLITS, TILE_M, TILE_N, AT_ONCE)
         tl.store(counter, 0)
     return last, acc
 
@@ -138,6 +157,7 @@ def linear_kernel(
     TILE_N: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
+    AT_ONCE: tl.constexpr = 1,
 ):
     """out [rows, N] = x times w [N, K] transposed.
 
@@ -163,7 +183,7 @@ def linear_kernel(
             w, x, ws, xs, wm, rn, split * count, count, K, STRIDE, BLOCKS, LINES, TILE_M, TILE_N, KIND, SCALED
         )
         plane, counter = rows.to(tl.int64) * N, arrived + tile * tl.num_programs(1) + span
-        last, total = ranges_end(acc, part, at, plane, counter, live, split, SPLITS, TILE_M, TILE_N)
+        last, total = ranges_end(acc, part, at, plane, counter, live, split, SPLITS, TILE_M, TILE_N, AT_ONCE)
         if last:
             tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
     else:
@@ -175,6 +195,57 @@ def linear_kernel(
                 w, x, ws, xs, wm, rn, split * count, count, K, STRIDE, BLOCKS, LINES, TILE_M, TILE_N, KIND, SCALED
             )  # fmt: skip
         tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
+
+
+@kernel()
+def wide_sum(
+    w,
+    x,
+    ws,
+    xs,
+    m0,
+    n0,
+    column,
+    rn,
+    first,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """``range_sum`` through tensor descriptors: float32 [TILE_M, TILE_N], SUMS ranges one after another.
+
+    A range is STEPS steps of STEP channels from step ``first``; rn: lines of the scales xs.
+    """
+    TOTAL: tl.constexpr = STEPS * SUMS
+    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if SUMS > 1:
+        total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if KIND == "fp8":
+        wsp = ws + m0 // 128 * (K // 128)
+        xsp = xs + rn * (K // 128)
+        s, t = tl.load(wsp + first), tl.load(xsp + first)
+    for i in range(TOTAL):
+        at_k = first + i
+        a = w.load([m0, at_k * STEP])
+        b = x.load([n0, column + at_k * STEP]).T
+        if KIND == "fp8":
+            ahead = first + tl.minimum(i + 1, TOTAL - 1)
+            s1, t1 = tl.load(wsp + ahead), tl.load(xsp + ahead)
+            acc = tl.fma(tl.dot(a, b), scales_of(s, t, 128, TILE_M, TILE_N), acc)
+            s, t = s1, t1
+        else:
+            acc = tl.dot(a, b, acc)
+        if SUMS > 1:  # noqa: SIM102 -- decided when compiled
+            if (i + 1) % STEPS == 0:  # a range ends
+                total += acc
+                acc = tl.zeros((TILE_M, TILE_N), tl.float32)
+    if SUMS > 1:
+        acc = total
+    return acc
 
 
 @kernel("rows", "tiles")
@@ -197,6 +268,7 @@ def wide_kernel(
     TILE_N: tl.constexpr,
     STEP: tl.constexpr,
     KIND: tl.constexpr,
+    AT_ONCE: tl.constexpr = 1,
 ):
     """``linear_kernel`` for many rows through tensor descriptors, which cost no registers for addresses.
 
@@ -211,41 +283,62 @@ def wide_kernel(
     live = (rm < N)[:, None] & (line < rows)[None, :]
     at = line.to(tl.int64)[None, :] * N + rm[:, None]
     column = m0 // GROUP_N * K
-    first = 0
     STEPS: tl.constexpr = K // STEP // SPLITS  # of one range
-    TOTAL: tl.constexpr = STEPS if PARALLEL else K // STEP
+    rn = tl.minimum(line, rows - 1)
     if PARALLEL:
         split = tl.program_id(1)
-        first = split * STEPS
-    acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-    SUMS: tl.constexpr = SPLITS if not PARALLEL else 1
-    if SUMS > 1:
-        total = tl.zeros((TILE_M, TILE_N), tl.float32)
-    if KIND == "fp8":
-        wsp = ws + m0 // 128 * (K // 128)
-        xsp = xs + tl.minimum(line, rows - 1) * (K // 128)
-        s, t = tl.load(wsp + first), tl.load(xsp + first)
-    for i in range(TOTAL):
-        at_k = first + i
-        a = w.load([m0, at_k * STEP])
-        b = x.load([n0, column + at_k * STEP]).T
-        if KIND == "fp8":
-            ahead = first + tl.minimum(i + 1, TOTAL - 1)
-            s1, t1 = tl.load(wsp + ahead), tl.load(xsp + ahead)
-            acc = tl.fma(tl.dot(a, b), scales_of(s, t, 128, TILE_M, TILE_N), acc)
-            s, t = s1, t1
-        else:
-            acc = tl.dot(a, b, acc)
-        if SUMS > 1:  # noqa: SIM102 -- decided when compiled
-            if (i + 1) % STEPS == 0:  # a range ends
-                total += acc
-                acc = tl.zeros((TILE_M, TILE_N), tl.float32)
-    if PARALLEL:
+        acc = wide_sum(
+            w, x, ws, xs, m0, n0, column, rn, split * STEPS, K, STEP, STEPS, 1, TILE_M, TILE_N, KIND
+        )
         plane, counter = rows.to(tl.int64) * N, arrived + pid
-        last, acc = ranges_end(acc, part, at, plane, counter, live, split, SPLITS, TILE_M, TILE_N)
+        last, acc = ranges_end(acc, part, at, plane, counter, live, split, SPLITS, TILE_M, TILE_N, AT_ONCE)
         if last:
             tl.store(out + at, acc.to(out.dtype.element_ty), mask=live)
     else:
-        if SUMS > 1:
-            acc = total
+        acc = wide_sum(w, x, ws, xs, m0, n0, column, rn, 0, K, STEP, STEPS, SPLITS, TILE_M, TILE_N, KIND)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=live)
+
+
+@kernel("rows", "spans")
+def pair_kernel(
+    w,
+    ws,
+    x,
+    xs,
+    out,
+    rows,
+    spans,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """``wide_kernel`` of FP8 for tiles of 128 outputs: two sums of 64 share the rows and one product's registers.
+
+    w of blocks [64, 128], x of blocks [TILE_N, 128]. For weights of one range of K: there is no room for a
+    third sum. Programs of one weight tile are neighbours.
+    """
+    begin()
+    pid = tl.program_id(0)
+    tile, span = pid // spans, pid % spans
+    m0, n0 = tile * 128, span * TILE_N
+    STEPS: tl.constexpr = K // 128
+    line = n0 + tl.arange(0, TILE_N)
+    upper = tl.zeros((64, TILE_N), tl.float32)
+    lower = tl.zeros((64, TILE_N), tl.float32)
+    wsp = ws + tile * STEPS
+    xsp = xs + tl.minimum(line, rows - 1) * STEPS
+    s, t = tl.load(wsp), tl.load(xsp)
+    for i in range(STEPS):
+        ahead = tl.minimum(i + 1, STEPS - 1)
+        s1, t1 = tl.load(wsp + ahead), tl.load(xsp + ahead)
+        a = w.load([m0, i * 128])
+        b = x.load([n0, i * 128]).T
+        c = w.load([m0 + 64, i * 128])
+        upper = tl.fma(tl.dot(a, b), scales_of(s, t, 128, 64, TILE_N), upper)
+        lower = tl.fma(tl.dot(c, b), scales_of(s, t, 128, 64, TILE_N), lower)
+        s, t = s1, t1
+    rm = m0 + tl.arange(0, 64)
+    at = line.to(tl.int64)[None, :] * N + rm[:, None]
+    live, more = (rm < N)[:, None] & (line < rows)[None, :], (rm + 64 < N)[:, None] & (line < rows)[None, :]
+    tl.store(out + at, upper.to(out.dtype.element_ty), mask=live)
+    tl.store(out + at + 64, lower.to(out.dtype.element_ty), mask=more)

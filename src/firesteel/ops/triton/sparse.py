@@ -97,6 +97,10 @@ class SparseOps(ReferenceOps):
     def query(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
         return norms.query(q, heads, eps, norms.angles(table, ctx), self.store, self._official)
 
+    def queries(self, q: Tensor, heads: int, eps: float, table: str, ctx: PassContext) -> Tensor:
+        """Heads as they come, with a note that ``attention`` is to norm and turn them."""
+        return attention.unturned(q, heads, eps)
+
     def key_value(self, kv: Tensor, norm: Norm, table: str, ctx: PassContext) -> Tensor:
         return norms.key_value(kv, norm, norms.angles(table, ctx), self.store, self._official)
 

@@ -1,0 +1,136 @@
+"""Forms of the dense products for many rows, under the interpreter: they add what the form for few rows adds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are decorated
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from firesteel.ops.testing import same_bits
+from firesteel.ops.triton import together
+from firesteel.ops.triton.linear import Scratch, Shape, Weight, product, quantise, shape_for
+from firesteel.ops.triton.target import INTERPRETER, TARGETS
+from firesteel.ops.triton.together import Manner, group_of, manner_for, products, ranges_of
+
+pytestmark = pytest.mark.cpu
+
+E4M3 = torch.float8_e4m3fn
+CPU = torch.device("cpu")
+
+
+def whole(*shape: int, seed: int, most: int = 4) -> Tensor:
+    """Small integers: their sums are exact in any order, so that only what is added can differ."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(-most, most + 1, shape, generator=rng).float()
+
+
+def held(kind: str, n: int, k: int) -> Weight:
+    if kind == "bf16":
+        return Weight(whole(n, k, seed=n).bfloat16(), None, 1)
+    scale = torch.exp2(whole(-(-n // 128), k // 128, seed=n + 1, most=2))
+    return Weight(whole(n, k, seed=n).to(E4M3), scale, 128)
+
+
+@pytest.mark.parametrize("rows", (5, 70))
+@pytest.mark.parametrize("ranges", (1, 2))
+def test_forms_for_many_rows(rows: int, ranges: int) -> None:
+    w, scratch = held("fp8", 256, 512), Scratch(CPU)
+    w.ranges = ranges
+    q, steps = quantise(torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)), 512, E4M3)
+
+    def run(shape: Shape) -> Tensor:
+        return product(q, steps, w, "fp8", torch.float32, scratch, INTERPRETER, shape=shape)
+
+    want = run(Shape(64, 16, 4, 2))
+    side = ranges > 1
+    forms = [
+        Shape(64, 32, 4, 2, side, at_once=ranges),
+        Shape(64, 64, 4, 3, side, wide=True, at_once=ranges),
+        Shape(64, 64, 4, 3, wide=True),
+        *([] if side else [Shape(128, 64, 4, 3, pair=True)]),
+    ]
+    for form in forms:
+        assert same_bits(run(form), want), form
+    assert int(scratch.arrived.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("parts", ("both", "fp8", "bf16"))
+def test_products_of_one_input_for_many_rows(parts: str) -> None:
+    kinds = [("fp8", 256, False), ("fp8", 128, True), ("bf16", 64, False), ("bf16", 192, True)]
+    some = [(held(kind, n, 512), wide) for kind, n, wide in kinds if parts in (kind, "both")]
+    group, scratch = group_of(some), Scratch(CPU)
+    assert group is not None
+    for w in (group.fp8, group.bf16, *(w for w, _ in group.members)):
+        if w is not None:
+            w.ranges = 2
+    for rows in (3, 70):
+        x = whole(rows, 512, seed=rows).bfloat16()
+        q, steps = quantise(x, 512, E4M3)
+        form = (q, steps) if group.fp8 is not None else (x, group.table)
+        want = products(x, form, group, torch.bfloat16, scratch, INTERPRETER, Manner(16, 2))
+        manners = [Manner(64, 3, True, (True, True), 2), Manner(128, 3, True, (False, False))]
+        for manner in [*manners, Manner(64, 3, True, (False, True)), Manner(32, 2, at_once=2)]:
+            got = products(x, form, group, torch.bfloat16, scratch, INTERPRETER, manner)
+            assert all(same_bits(a, b) for a, b in zip(got, want, strict=True)), manner
+        for (w, _), made in zip(group.members, want, strict=True):
+            exact = (
+                w.data.float()
+                if w.scale is None
+                else w.data.float() * w.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            )
+            assert torch.equal(made.float(), (x.float() @ exact.T).to(made.dtype).float())
+        assert int(scratch.arrived.abs().sum()) == 0
+
+
+def test_ranges_depend_on_the_group_alone() -> None:
+    """Those of V4-Flash: the input of CSA, HCA and window layers, router and shared expert, the queries."""
+    assert [ranges_of(t, 32) for t in ((24, 41), (24, 16), (24, 0), (64, 4))] == [2, 4, 4, 4]
+    assert ranges_of((640, 0), 8) == 1
+
+
+def test_which_groups_share_a_launch_at_which_row_count() -> None:
+    target = TARGETS["sm_90"]
+    hidden, mixed = [("fp8", 1536), ("bf16", 1024)], [("bf16", 256), ("fp8", 4096)]
+    for kinds, limit in ((hidden, 2048), (mixed, together.SOME)):
+        group = group_of([(held(kind, n, 128), False) for kind, n in kinds])
+        assert group is not None
+        for rows in (1, 32, 33, 64, 65, 256, 2048):
+            manner = manner_for(group, rows, target)
+            assert (manner is not None) == (rows <= limit), rows
+            assert manner is None or manner.wide == (rows > together.FEW)
+        assert manner_for(group, 33, TARGETS["gfx950"]) is None  # no tensor descriptors there
+
+
+def test_a_third_sum_is_refused() -> None:
+    w = held("fp8", 128, 512)
+    w.ranges = 2
+    q, steps = quantise(torch.randn(3, 512), 512, E4M3)
+    with pytest.raises(AssertionError, match="third sum"):
+        product(
+            q,
+            steps,
+            w,
+            "fp8",
+            torch.float32,
+            Scratch(CPU),
+            INTERPRETER,
+            shape=Shape(128, 64, 4, 3, pair=True),
+        )
+
+
+@pytest.mark.parametrize("n, k", ((32768, 1024), (4096, 8192), (4096, 2048), (1024, 4096), (512, 4096)))
+def test_the_order_of_additions_is_the_weight_s(n: int, k: int) -> None:
+    """Whatever form serves a row count, it keeps the ranges of K."""
+    w = Weight(torch.empty(n, k, dtype=E4M3, device="meta"), None, 128)
+    for rows in (1, 16, 33, 64, 65, 128, 129, 256, 300, 512, 1024, 2048):
+        shape = shape_for("fp8", w, rows, TARGETS["sm_90"])
+        assert not shape.pair or w.splits == 1
+        assert w.splits % shape.at_once == 0
+    assert replace(w, ranges=2).splits == 2
