@@ -319,7 +319,9 @@ def test_context_rows_that_wait_change_nothing(
         assert waits is not None
         seen, longest, write = record(llm), [0], waits.write
 
-        def counted(slots: Any = None, write: Any = write, longest: Any = longest, waits: Any = waits) -> None:
+        def counted(
+            slots: Any = None, write: Any = write, longest: Any = longest, waits: Any = waits
+        ) -> None:
             longest[0] = max(longest[0], len(waits.passes))
             write(slots)
 

@@ -59,7 +59,9 @@ def test_streamed_products_have_the_bits_of_plain_ones(wide: tuple[int, int, int
     every = torch.arange(POOL, device="cuda")
     want = parts(every, 16, Shape(Part(1, 4, 3), Part(1, 4, 4)))
     assert not want.isnan().any()
-    forms = [(tile, folded.streamed_shape(tile, slots)) for tile in (16, 32, 64) for slots in (4, 10, 100, 350)]
+    forms = [
+        (tile, folded.streamed_shape(tile, slots)) for tile in (16, 32, 64) for slots in (4, 10, 100, 350)
+    ]
     for tile, shape in forms:
         for count in (POOL, 1, 17, 150):
             rows = torch.randperm(POOL, device="cuda", generator=rng)[:count]

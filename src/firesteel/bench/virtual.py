@@ -308,7 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 n = max(args.requests * c, args.least)
                 return problem_jobs(llm, n, args.tokens) if scene == MODEL else jobs(n, args.tokens)  # noqa: B023
 
-            for points in compare(bed, prices, levels, work, warmup=lambda _: args.warmups, whole=not args.full_load):
+            for points in compare(
+                bed, prices, levels, work, warmup=lambda _: args.warmups, whole=not args.full_load
+            ):
                 r = ratio(points)
                 rates = [f"{q.rate:,.0f}" for q in points]
                 shown.add_row(points[0].table, str(points[0].concurrency), *rates, f"{r:.3f}")
