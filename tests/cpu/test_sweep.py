@@ -269,7 +269,7 @@ def test_ops_explain_the_step() -> None:
     labels = {line["op"]: line for line in verify["ops"]}
     layers = len(llm.engine.runner.target.weights.layers)
     assert labels["moe"]["calls"] == labels["wq_a"]["calls"] == labels["attention"]["calls"] == layers
-    assert labels["context_rows"]["calls"] == 1 and labels["wkv"]["calls"] == layers
+    assert labels["wkv"]["calls"] == layers and "context_rows" not in labels, "on a CPU they wait for a draft"
     costs = (
         "moe",
         "wq_b",
@@ -279,13 +279,12 @@ def test_ops_explain_the_step() -> None:
         "indexer.wq_b",
         "hyper_step",
         "route",
-        "context_rows",
     )
     for op in costs:
         assert labels[op]["ms"] > 0 and labels[op]["floor_ms"] > 0, op
     assert "other linear" not in labels, "every product has a name"
     drafting = {line["op"]: line["calls"] for line in draft["ops"]}
-    assert drafting["draft_stage"] == 3 and drafting["markov_walk"] == 1
+    assert drafting["draft_stage"] == 3 and drafting["markov_walk"] == drafting["context_rows"] == 1
     assert "attention" not in drafting and "moe" not in drafting, "the verify part is not counted again"
     llm.engine.memory.check()
 
