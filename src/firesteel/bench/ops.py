@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ class _Noting:
 
     def __init__(self, ops: Any, names: dict[int, str], calls: list[Call]):
         self._ops, self._names, self._calls = ops, names, calls
+
+    def begin_shared(self, *_: Any) -> None:
+        """Nothing: an op that is timed by itself leaves nothing running."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Nothing runs beside what is timed."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """There is nothing to wait for."""
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self._ops, name)

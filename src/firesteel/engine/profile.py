@@ -73,14 +73,14 @@ class Profiler:
         contexts = sorted({min(c, self.max_len - self.gamma - 2) for c in (64, 1024)})
         steps: list[tuple[int, int, float]] = []
         drafts: list[tuple[int, int, float]] = []
-        for context in contexts:
+        for context in reversed(contexts):  # drafting is priced at the longest that so many requests fit in
             self._occupy(context)
             try:
                 for rows in self._grid():
                     progress(f"profile: {rows} rows at context {context}")
                     steps.append((rows, context, self._step(rows, context)))
-                if context == contexts[0] and self.runner.drafter is not None:
-                    drafts = self._drafts(context, progress)
+                if self.runner.drafter is not None:
+                    drafts += self._drafts(context, max((n for n, _, _ in drafts), default=0), progress)
             finally:
                 self._leave()
         staircase = (
@@ -158,12 +158,14 @@ class Profiler:
         requests = max(requests, -(-rows // (1 + self.gamma)))
         return self._time(self._plan(requests, rows - requests, 0, 0, context), context)
 
-    def _drafts(self, context: int, progress: Callable[[str], None]) -> list[tuple[int, int, float]]:
-        """Price of a drafting pass: a step with it less the same step without."""
+    def _drafts(
+        self, context: int, done: int, progress: Callable[[str], None]
+    ) -> list[tuple[int, int, float]]:
+        """Price of a drafting pass for more than ``done`` requests: a step with it less the same step without."""
         out = []
         graphs, most = self.runner.graphs, len(self.slots)
         counts = [n for n in (ROWS if graphs is None else graphs.plan.requests) if n < most] + [most]
-        for n in counts:
+        for n in (n for n in counts if n > done):
             base = self._plan(n, 0, 0, 0, context)
             for width in sorted({1, (self.gamma + 1) // 2, self.gamma}):
                 progress(f"profile: drafting {width} for {n} requests")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -64,6 +65,17 @@ class Ops(ABC):
 
         True marks those used by ``linear_f32``. A backend may then multiply by all at once.
         """
+
+    # ---- order ------------------------------------------------------------
+    def beside(self) -> AbstractContextManager[None]:
+        """What is done inside may run beside all that follows until ``join``; nobody reads its results before.
+
+        Its inputs must live until then.
+        """
+        return nullcontext()
+
+    def join(self) -> None:  # noqa: B027 -- nothing to do is right
+        """Wait for what runs beside."""
 
     # ---- one pass ---------------------------------------------------------
     @abstractmethod
@@ -201,11 +213,22 @@ class Ops(ABC):
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
         valid: Tensor | None = None,
+        begun: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Routed experts in ascending id plus the shared ones (w13, w2): [R, D].
 
         ``valid`` bool [R]: the others are padding, whose results nobody looks at (finite, if anything).
+        ``begun``: what ``begin_shared`` gave for these rows.
         """
+
+    def begin_shared(
+        self, x: Tensor, router: Router, shared: Sequence[tuple[Linear, Linear]], limit: float
+    ) -> Sequence[Tensor] | None:
+        """Start the shared experts before ``route`` chooses the others; ``moe`` waits for them.
+
+        None: nothing has been started, ``moe`` runs them in their turn. The bits are the same.
+        """
+        return None
 
     # ---- drafter ----------------------------------------------------------
     def context_rows(
@@ -242,8 +265,10 @@ class Ops(ABC):
         o = self.block_attention(q, kv, window, w.span, w.sinks, w.table, ctx)
         f = self.output(o, w.wo_a, w.wo_b)
         h, x, post, comb = self.hyper_step(f, h, post, comb, w.ffn_hyper, w.ffn_norm)
+        begun = self.begin_shared(x, w.router, w.shared, w.limit)
         ids, weights = self.route(x, w.router, ctx.rows.tokens)
-        return self.hyper_post(self.moe(x, ids, weights, w.experts, w.shared, w.limit), h, post, comb)
+        f = self.moe(x, ids, weights, w.experts, w.shared, w.limit, None, begun)
+        return self.hyper_post(f, h, post, comb)
 
     @abstractmethod
     def block_attention(

@@ -9,6 +9,7 @@ compressed entries. All state is addressed by absolute position.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -135,20 +136,21 @@ class Target:
         return h, [found[i] for i in taps]
 
     def _experts(self, x: Tensor, layer: LayerWeights, ctx: PassContext) -> Tensor:
-        ids, weights = self.ops.route(x, layer.router, ctx.rows.tokens)
-        c, valid = self.config, ctx.rows.valid
-        return self.ops.moe(x, ids, weights, layer.experts, layer.shared, c.swiglu_limit, valid)
+        ops, limit, valid = self.ops, self.config.swiglu_limit, ctx.rows.valid
+        begun = ops.begin_shared(x, layer.router, layer.shared, limit)
+        ids, weights = ops.route(x, layer.router, ctx.rows.tokens)
+        return ops.moe(x, ids, weights, layer.experts, layer.shared, limit, valid, begun)
 
     def _attention(self, x: Tensor, w: AttentionWeights, state: LayerMemory, ctx: PassContext) -> Tensor:
         ops, c = self.ops, self.config
         qa = ops.norm(ops.linear(x, w.wq_a), w.q_norm)
+        with ops.beside() if w.compressor is not None else nullcontext():
+            entries, ratio = self._compress(x, w, state, ctx)
         q = ops.queries(ops.linear(qa, w.wq_b), w.heads, c.rms_norm_eps, w.table, ctx)
         kv = ops.key_value(ops.linear(x, w.wkv), w.kv_norm, w.table, ctx)
-        entries, ratio, selection = None, 0, None
         if w.compressor is not None:
-            assert state.entries is not None
-            ops.compress(x, w.compressor, state.entries, ctx)
-            entries, ratio = state.entries.entries, w.compressor.ratio
+            ops.join()
+        selection = None
         if w.indexer is not None:
             selection = self._select(x, qa, w.indexer, w.table, state, ctx)
         o = ops.attention(
@@ -157,12 +159,24 @@ class Target:
         ops.store_window(state.window, kv, ctx)  # after the layer's last read
         return ops.output(o, w.wo_a, w.wo_b)
 
+    def _compress(
+        self, x: Tensor, w: AttentionWeights, state: LayerMemory, ctx: PassContext
+    ) -> tuple[Tensor | None, int]:
+        """Bring the layer's entries, and those its indexer looks at, up to date: (entries, ratio) or (None, 0)."""
+        if w.compressor is None:
+            return None, 0
+        assert state.entries is not None
+        self.ops.compress(x, w.compressor, state.entries, ctx)
+        if w.indexer is not None:
+            assert state.index is not None
+            self.ops.compress(x, w.indexer.compressor, state.index, ctx)
+        return state.entries.entries, w.compressor.ratio
+
     def _select(
         self, x: Tensor, qa: Tensor, w: IndexerWeights, table: str, state: LayerMemory, ctx: PassContext
     ) -> Tensor:
         assert state.index is not None
         ops, c = self.ops, self.config
-        ops.compress(x, w.compressor, state.index, ctx)
         q = ops.linear(qa, w.wq_b).unflatten(-1, (w.heads, -1))
         scale = c.index_head_dim**-0.5 * w.heads**-0.5
         head_weights = ops.linear(x, w.weights) * scale

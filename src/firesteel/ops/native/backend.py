@@ -480,6 +480,7 @@ class NativeOps(NativeDraft):
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
         valid: Tensor | None = None,
+        begun: Sequence[Tensor] | None = None,
     ) -> Tensor:
         x, ids, weights = dense(x), dense(ids), dense(weights)
         rows, d = x.shape

@@ -137,6 +137,7 @@ class ReferenceMatrix(Ops):
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
         valid: Tensor | None = None,
+        begun: Sequence[Tensor] | None = None,
     ) -> Tensor:
         rows, k = ids.shape
         xq = self._input(x, experts.quantised)

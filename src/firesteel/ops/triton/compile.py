@@ -41,7 +41,7 @@ from firesteel.ops.triton.target import TARGETS, Target
 
 MODULES = (
     "linear", "together", "experts", "folded", "moe", "route", "attention", "indexer", "compress", "norms", "hyper",
-    "head", "sample", "draft", "shape", "rows", "commit",
+    "context", "head", "sample", "draft", "shape", "rows", "commit",
 )  # fmt: skip
 STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all
 ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill; none does (Triton 3.8.0)

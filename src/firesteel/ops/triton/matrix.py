@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from firesteel.checkpoint.codecs import QTensor
 from firesteel.ops.reference.linear import is_quantised
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.triton import folded, fp4, linear, moe, route, together
+from firesteel.ops.triton.aside import Aside
 from firesteel.ops.triton.launch import cdiv, dense
 from firesteel.ops.triton.linear import GROUP, Scratch, Weight
 from firesteel.ops.triton.moe import Arithmetic, Grouped
@@ -57,6 +59,7 @@ class MatrixOps(ReferenceOps):
     target: Target
     store: torch.dtype
     scratch: Scratch
+    aside: Aside | None  # a second stream, where that is worth its launches
 
     # ---- weights ----------------------------------------------------------------
     def linear_weight(self, weight: QTensor) -> Linear:
@@ -272,6 +275,7 @@ class MatrixOps(ReferenceOps):
         shared: Sequence[tuple[Linear, Linear]],
         limit: float,
         valid: Tensor | None = None,
+        begun: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """``valid`` bool [R]: rows that may get anything finite instead, and whose experts are not read."""
         rows, top = ids.shape
@@ -311,7 +315,41 @@ class MatrixOps(ReferenceOps):
         )
         parts = torch.empty(rows * top, x.shape[1], dtype=self.store, device=x.device)
         moe.down(w2, how, h, hs, tiles, parts, self.scratch)
-        return moe.combine(parts, [self._shared(x, *pair, limit) for pair in shared], rows, self.store, valid)
+        if begun is None:
+            begun = [self._shared(x, *pair, limit) for pair in shared]
+        else:
+            assert self.aside is not None, "who has begun something has a second stream"
+            self.aside.join()
+        return moe.combine(parts, begun, rows, self.store, valid)
+
+    def begin_shared(
+        self, x: Tensor, router: Router, shared: Sequence[tuple[Linear, Linear]], limit: float
+    ) -> Sequence[Tensor] | None:
+        """On a second stream, whose kernels have counters of their own.
+
+        What both streams use is made before they part: quantised forms of ``x``, and products that the
+        gate and the shared experts make in one launch.
+        """
+        if self.aside is None or x.shape[0] == 0 or not hasattr(x, "quantised_forms"):
+            return None
+        if any(isinstance(w.data, Fp4Weight) for pair in shared for w in pair):
+            return None
+        up = self._ups(x, router.gate, shared)
+        if up is None and self.numerics.official and any(w13.quantised for w13, _ in shared):
+            linear.quantised(x, round_up(x.shape[1]), self.target.fp8)
+        with self.aside.fork(self):
+            if up is None:
+                up = [self.linear(x, w13) for w13, _ in shared]
+            return [self._second(u, w2, limit) for u, (_, w2) in zip(up, shared, strict=True)]
+
+    def _ups(self, x: Tensor, gate: Linear, shared: Sequence[tuple[Linear, Linear]]) -> list[Tensor] | None:
+        """First products of the shared experts if the gate's launch makes them; its own is kept for ``route``."""
+        made = self._from_group(x, gate.data) if isinstance(gate.data, Weight) else None
+        if made is None:
+            return None
+        forms: dict[Any, Any] = x.quantised_forms  # type: ignore[attr-defined]
+        forms[id(gate.data)] = made
+        return [forms.pop(id(w13.data)) for w13, _ in shared]
 
     def _expert_arithmetic(self, w: Grouped | folded.Weights, quantised: bool) -> Arithmetic:
         if quantised:
@@ -320,5 +358,8 @@ class MatrixOps(ReferenceOps):
         return moe.arithmetic("bf16" if narrow else "f32", self.target)
 
     def _shared(self, x: Tensor, w13: Linear, w2: Linear, limit: float) -> Tensor:
+        return self._second(self.linear(x, w13), w2, limit)
+
+    def _second(self, up: Tensor, w2: Linear, limit: float) -> Tensor:
         form = self.target.fp8 if self.numerics.official and w2.quantised else None
-        return self.linear(moe.apply_swiglu(self.linear(x, w13), limit, form), w2)
+        return self.linear(moe.apply_swiglu(up, limit, form), w2)

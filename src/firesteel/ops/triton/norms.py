@@ -163,6 +163,38 @@ def query(
     return out
 
 
+@triton.jit
+def stored_form(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    row,
+    lane,
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BD: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFICIAL: tl.constexpr,
+):
+    """[BD] values of a K=V row that begins at ``x_ptr``: norm, rotation by the angles of ``row``, e4m3."""
+    flat: tl.constexpr = D - 2 * HALF
+    inside = lane < D
+    x = tl.load(x_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x) / D + eps)
+    turned = inside & (lane >= flat)
+    partner = tl.load(x_ptr + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
+    weight2 = tl.load(weight_ptr + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
+    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, lane, flat, D)
+    y = on_grid(x * scale * weight, OFFICIAL) * cos + on_grid(partner * scale * weight2, OFFICIAL) * sin
+    y = on_grid(y, OFFICIAL)
+    if OFFICIAL:
+        y = tl.where(lane < flat, e4m3_groups(tl.where(lane < flat, y, 0.0), BD // GROUP, GROUP), y)
+    return y
+
+
 @kernel()
 def stored_rows(
     x_ptr,
@@ -180,20 +212,10 @@ def stored_rows(
     begin()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BD)
-    flat: tl.constexpr = D - 2 * HALF
-    inside = lane < D
-    x = tl.load(x_ptr + row * D + lane, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x) / D + eps)
-    turned = inside & (lane >= flat)
-    partner = tl.load(x_ptr + row * D + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
-    weight2 = tl.load(weight_ptr + (lane ^ 1), mask=turned, other=0.0).to(tl.float32)
-    cos, sin = rotation(cos_ptr, sin_ptr, row * HALF, lane, flat, D)
-    y = on_grid(x * scale * weight, OFFICIAL) * cos + on_grid(partner * scale * weight2, OFFICIAL) * sin
-    y = on_grid(y, OFFICIAL)
-    if OFFICIAL:
-        y = tl.where(lane < flat, e4m3_groups(tl.where(lane < flat, y, 0.0), BD // GROUP, GROUP), y)
-    tl.store(out_ptr + row * D + lane, y.to(out_ptr.dtype.element_ty), mask=inside)
+    y = stored_form(
+        x_ptr + row * D, weight_ptr, cos_ptr, sin_ptr, row, lane, eps, D, HALF, BD, GROUP, OFFICIAL
+    )
+    tl.store(out_ptr + row * D + lane, y.to(out_ptr.dtype.element_ty), mask=lane < D)
 
 
 def key_value(

@@ -36,6 +36,11 @@ class Target:
         return self.fp8 == torch.float8_e4m3fnuz
 
     @property
+    def beside(self) -> bool:
+        """Whether a second stream is worth its launches: measured on an H200, never on AMD."""
+        return self.backend == "cuda"
+
+    @property
     def options(self) -> dict[str, int]:
         """Launch options every matrix kernel takes: one matrix instruction shape for every tile."""
         return {"matrix_instr_nonkdim": 16} if self.backend == "hip" else {}
