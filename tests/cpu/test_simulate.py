@@ -119,7 +119,7 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
         dspark=DSparkConfig(block_size=2, noise_token_id=259, target_layer_ids=(0,), markov_rank=8, stages=1),
         mtp_stages=1,
     )
-    model, out = write_random(tmp_path / "model", config, 3), tmp_path / "cost.json"
+    model, out = write_random(tmp_path / "model", config, 3), tmp_path / "new" / "cost.json"
     common = ["--max-num-seqs", "2", "--max-model-len", "96", "--k", "2"]
     assert (
         profile.main(["--model", str(model), *common, "--max-num-batched-tokens", "8", "--out", str(out)])
@@ -133,4 +133,10 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
     assert load_table(str(out), 2).rows[-1] == 6
     with pytest.raises(ParameterError, match=r"\.svg"):
         profile.main(["--model", str(model), "--plot", "x.png"])
+    for nowhere in (
+        tmp_path,
+        tmp_path / "model" / "config.json" / "cost.json",
+    ):  # known before anything is measured
+        with pytest.raises(ParameterError, match=r"choose another file|name a file"):
+            profile.main(["--model", str(tmp_path / "none"), "--out", str(nowhere)])
     assert simulate.parser().prog == "firesteel simulate"

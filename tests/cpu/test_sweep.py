@@ -253,6 +253,10 @@ def test_steps_against_floors() -> None:
     for line in (*found["verify"], *found["shapes"]):
         assert line["ms"] > 0 and line["floor_ms"] > 0 and line["experts"] == "counted in this step"
     assert found["verify"][0]["distinct_experts"] == 2.0, "one row hits its top-k"
+    assert all("draft context" not in line["by_op_ms"] for line in found["verify"]), (
+        "on a CPU they wait for a draft"
+    )
+    assert all(line["by_op_ms"]["draft context"] > 0 for line in found["draft"])
     llm.engine.memory.check()
     # the engine still serves afterwards
     (done,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True))

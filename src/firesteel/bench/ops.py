@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from firesteel.bench.cli import engine_settings, integers
-from firesteel.bench.floors import Load, Rates, draft_work, floor, verify_work
+from firesteel.bench.floors import Load, Rates, floor, verify_work
 from firesteel.bench.geometry import load
 from firesteel.bench.report import environment, write_json
-from firesteel.bench.steps import Stepper, measure_rates
+from firesteel.bench.steps import Stepper, drafting_work, measure_rates, writes_context
 from firesteel.core import StepPlan
 from firesteel.engine.llm import LLM
 from firesteel.errors import user_errors
@@ -214,13 +214,14 @@ def measure(
             n = step.requests_for(r)
             plan = step.verify_plan(r, n, context)
             whole, hit = step.verify(r, n, context)
-            least = floor(verify_work(config, Load(r, n, context, experts=hit), drafts), rates)
+            work = verify_work(config, Load(r, n, context, experts=hit), writes_context(step))
+            least = floor(work, rates)
             parts = step.by_label(step.calls(plan, context), context)
             out.append({"step": "verify", "rows": r, "requests": n} | _parts(parts, least.by_op, whole))
         for n in (n for n in requests if drafts and n <= len(step.slots)):
             progress(f"drafting for {n} requests")
             whole, hit = step.draft(n, step.gamma, context)
-            least = floor(draft_work(config, n, step.gamma, context, hit), rates)
+            least = floor(drafting_work(step, config, n, context, hit), rates)
             plain = len(step.calls(step.verify_plan(n, n, context), context))
             calls = step.calls(step.draft_plan(n, step.gamma, context), context)[plain:]
             parts = step.by_label(calls, context)

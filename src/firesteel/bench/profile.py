@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from firesteel.bench.report import place_for
 from firesteel.config import ParameterError
 
 
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     if args.plot is not None and not args.plot.endswith(".svg"):
         raise ParameterError(f"--plot {args.plot}: name a .svg file")
+    for file in (args.out, args.plot):
+        if file is not None:
+            place_for(file)  # before minutes of measuring
     llm = LLM(
         args.model,
         numerics=args.numerics,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from firesteel.config import ParameterError
+
 
 def environment() -> dict[str, Any]:
     """Where and when a result was made; no host names or paths."""
@@ -53,9 +55,19 @@ def _cpu_name() -> str:
     )
 
 
+def place_for(path: str | Path) -> Path:
+    """The file to write to; its folder is made. Raises ParameterError where that cannot be."""
+    file = Path(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ParameterError(f"{path}: its folder cannot be made ({err}); choose another file") from err
+    if file.is_dir():
+        raise ParameterError(f"{path}: a folder; name a file")
+    return file
+
+
 def write_json(result: dict[str, Any], path: str | Path | None) -> None:
     """Store a result for comparison; None stores nothing."""
     if path is not None:
-        file = Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        place_for(path).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from firesteel.bench.cli import engine_settings, integers
-from firesteel.bench.floors import Load, Rates, draft_work, floor, verify_work
+from firesteel.bench.floors import Load, Rates, Work, context_work, draft_work, floor, verify_work
 from firesteel.bench.geometry import load
 from firesteel.bench.report import environment, write_json
 from firesteel.config import ParameterError
@@ -36,6 +36,7 @@ from firesteel.core import StepPlan
 from firesteel.engine.llm import LLM
 from firesteel.engine.profile import Profiler
 from firesteel.errors import user_errors
+from firesteel.models.deepseek_v4.config import V4Config
 from firesteel.ops.interface import Ops
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -237,7 +238,9 @@ def measure(
                 progress(f"{r} rows at context {context}")
                 n = step.requests_for(r)
                 ms, hit = step.verify(r, n, context)
-                least = floor(verify_work(config, Load(r, n, context, experts=hit), drafts), rates)
+                least = floor(
+                    verify_work(config, Load(r, n, context, experts=hit), writes_context(step)), rates
+                )
                 line = {"rows": r, "requests": n, "context": context}
                 out["verify"].append(line | _against(ms, least, hit))
             out["shapes"] += _shapes(step, llm, context, rates)
@@ -245,12 +248,25 @@ def measure(
                 for n in (n for n in requests if n <= len(step.slots)):
                     progress(f"drafting for {n} requests at context {context}")
                     ms, hit = step.draft(n, step.gamma, context)
-                    least = floor(draft_work(config, n, step.gamma, context, hit), rates)
+                    least = floor(drafting_work(step, config, n, context, hit), rates)
                     line = {"requests": n, "width": step.gamma, "context": context}
                     out["draft"].append(line | _against(ms, least, hit))
         finally:
             step.leave()
     return out
+
+
+def writes_context(step: Stepper) -> bool:
+    """Whether a verify step writes the context rows of its rows; on a CPU they wait for a drafting pass."""
+    return step.runner.drafter is not None and step.runner.device.type != "cpu"
+
+
+def drafting_work(
+    step: Stepper, config: V4Config, requests: int, context: int, experts: Sequence[float] | None
+) -> list[Work]:
+    """Of a drafting pass of the full width, with the context rows that waited for it."""
+    own = draft_work(config, requests, step.gamma, context, experts)
+    return own if writes_context(step) else [*own, *context_work(config, requests)]
 
 
 def _shapes(step: Stepper, llm: LLM, context: int, rates: Rates) -> list[dict[str, Any]]:
@@ -259,11 +275,12 @@ def _shapes(step: Stepper, llm: LLM, context: int, rates: Rates) -> list[dict[st
     if step.gamma == 0 or len(step.slots) < wide:
         return []
     out = []
-    drafts = step.runner.drafter is not None
     rows = min(len(step.slots) // wide, 8) * wide
     for n in (rows // wide, rows):
         ms, hit = step.verify(rows, n, context)
-        least = floor(verify_work(llm.config, Load(rows, n, context, experts=hit), drafts), rates)
+        least = floor(
+            verify_work(llm.config, Load(rows, n, context, experts=hit), writes_context(step)), rates
+        )
         out.append({"rows": rows, "requests": n, "context": context} | _against(ms, least, hit))
     return out
 
