@@ -4,7 +4,8 @@ A real verify step (and a drafting pass) is run once with every op call noted.
 Then the calls of one op, over all layers, are repeated with the very inputs
 they had: on a GPU as one recorded graph, so that no launch is waited for, on a
 CPU in a loop. Layers follow each other, so weights come from memory unless all
-of an op's weights fit in a cache. The sum is compared with the whole step.
+of an op's weights fit in a cache. The sum is compared with the whole step, and products with those of the
+vendor's library (``library.py``).
 
     firesteel bench ops --json ops.json
     firesteel bench ops --model flash-8L --set device=cuda --rows 1,8,64,512,2048
@@ -29,6 +30,7 @@ from rich.table import Table
 from firesteel.bench.cli import engine_settings, integers
 from firesteel.bench.floors import Load, Rates, floor, verify_work
 from firesteel.bench.geometry import load
+from firesteel.bench.library import same_products
 from firesteel.bench.report import environment, write_json
 from firesteel.bench.steps import Stepper, drafting_work, measure_rates, writes_context
 from firesteel.core import StepPlan
@@ -70,10 +72,11 @@ REPLAYS = 20
 
 @dataclass(frozen=True)
 class Call:
-    """One op call of a step."""
+    """One op call of a step; ``library``: the vendor's products in its place, if it has them."""
 
     label: str
     run: Callable[[], Any]
+    library: list[Callable[[], Any]] | None = None
 
 
 class _Noting:
@@ -101,7 +104,9 @@ class _Noting:
             label = name
             if name in ("linear", "linear_f32"):
                 label = self._names.get(id(args[1]), "other linear")
-            self._calls.append(Call(label, lambda: op(*args, **kwargs)))
+            with torch.inference_mode():
+                theirs = same_products(name, args)
+            self._calls.append(Call(label, lambda: op(*args, **kwargs), theirs))
             return op(*args, **kwargs)
 
         return noted
@@ -147,7 +152,19 @@ class Dissector(Stepper):
             with torch.inference_mode():
                 ms, how = self._together(mine)
             out[label] = {"ms": ms, "calls": len(mine), "timed": how}
+            theirs = [c.library for c in calls if c.label == label]
+            if (parts := [run for some in theirs for run in some or ()]) and None not in theirs:
+                out[label] |= self._library(parts)
         return out
+
+    def _library(self, runs: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+        """What the vendor's library takes for the same products, or why it does not run."""
+        try:
+            with torch.inference_mode():
+                ms, how = self._together(runs)
+        except RuntimeError as err:
+            return {"why_no_library": str(err).splitlines()[0]}
+        return {"library_ms": ms, "library_timed": how}
 
     def _together(self, runs: Sequence[Callable[[], Any]]) -> tuple[float, str]:
         """Median milliseconds of calling all of ``runs`` once."""
@@ -251,7 +268,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     for entry in result["steps"]:
         said = f"{entry['step']}, {entry['rows']} rows of {entry['requests']} requests: {entry['step_ms']:.3f} ms"
         table = Table(title=f"{said}, {entry['sum_ms']:.3f} in ops", title_justify="left")
-        for column in ("op", "calls", "ms", "floor ms", "x floor", "share"):
+        for column in ("op", "calls", "ms", "floor ms", "x floor", "library ms", "share"):
             table.add_column(column, justify="left" if column == "op" else "right")
         for line in entry["ops"]:
             least, ratio = line["floor_ms"], line["times_floor"]
@@ -261,6 +278,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
                 f"{line['ms']:.4f}",
                 "-" if least is None else f"{least:.4f}",
                 "-" if ratio is None else f"{ratio:.2f}",
+                f"{line['library_ms']:.4f}" if "library_ms" in line else "-",
                 f"{100 * line['ms'] / max(entry['sum_ms'], 1e-9):.0f} %",
             )
         out.append(table)
