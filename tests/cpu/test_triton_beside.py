@@ -7,7 +7,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.scratch, self.seen = Scratch(torch.device("cpu")), []  # type: ignore[var-annotated]
+        self.held: list[Tensor] = []
 
     @contextmanager
     def fork(self, owner: Any) -> Iterator[None]:
@@ -85,7 +86,11 @@ class Recorded:
         owner.scratch = first
         self.seen.append("back")
 
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        self.held.extend(tensors)
+
     def join(self) -> None:
+        self.held.clear()
         self.seen.append("join")
 
 
@@ -110,9 +115,12 @@ def run(ops: TritonOps, rows: int, stacked: bool, seen: list[str]) -> Tensor:
 
     ops.linear = noted  # type: ignore[method-assign]
     begun = ops.begin_shared(x, router, shared, 1.5)
+    if isinstance(ops.aside, Recorded):  # what the first stream made lives until the second has read it
+        assert len(ops.aside.held) == (stacked and rows <= 32)
     ids, share = ops.route(x, router, torch.zeros(rows, dtype=torch.int64))
     out = ops.moe(x, ids % experts, share, w, shared, 1.5, None, begun)
     assert ops.scratch is main
+    assert not isinstance(ops.aside, Recorded) or not ops.aside.held
     return out
 
 
@@ -136,3 +144,18 @@ def test_who_starts_nothing_says_so() -> None:
     ops = TritonOps(Numerics(True))
     assert ops.aside is None, "the interpreter has one stream"
     assert ops.begin_shared(normal(2, 256), None, [], 1.0) is None  # type: ignore[arg-type]
+
+
+def test_a_shared_product_that_the_second_stream_reads_is_held() -> None:
+    """Its memory would be given out again on the first stream while it is read."""
+    ops, noted = TritonOps(Numerics(True)), Recorded()
+    ops.aside = noted  # type: ignore[assignment]
+    one, two = (ops.linear_weight(weight("fp8", 128, 256, s)) for s in (1, 2))
+    ops.share_input([(one, False), (two, False)])
+    x = ops.norm(normal(3, 256).to(ops.store), Norm(None, 1e-6))
+    ops.linear(x, one)
+    with ops.beside():
+        made = ops.linear(x, two)
+    assert [t is made for t in noted.held] == [True]
+    ops.join()
+    assert not noted.held

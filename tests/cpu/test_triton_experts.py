@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from firesteel.ops.reference.tail import ReferenceOps
 from firesteel.ops.testing import assert_close
 from firesteel.ops.testing_cases import normal, weight
-from firesteel.ops.triton import folded, fp4, moe
+from firesteel.ops.triton import folded, fp4, moe, plan
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.linear import quantise
 from firesteel.ops.types import Numerics
@@ -66,7 +66,9 @@ def test_expert_tiles_and_ranges_change_no_bit(fold: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-def test_plan_places_every_assignment_once() -> None:
+@pytest.mark.parametrize("once", [8192, 0])  # assignments read once, or as often as they are needed
+def test_plan_places_every_assignment_once(once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "ONCE", once)
     ids = torch.randint(0, 6, (23, 2), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = 4  # a crowd at one expert
     for tile in (16, 32):
@@ -81,8 +83,12 @@ def test_plan_places_every_assignment_once() -> None:
         assert used == sorted(used) and int(owner.min()) >= -1
 
 
+@pytest.mark.parametrize("once", [8192, 0])
 @pytest.mark.parametrize("rows", [1, 3, 40])  # few: fewer assignments than experts
-def test_plan_leaves_out_rows_that_are_not_valid(rows: int) -> None:
+def test_plan_leaves_out_rows_that_are_not_valid(
+    rows: int, once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "ONCE", once)
     dice = torch.Generator().manual_seed(rows)
     ids = torch.rand(rows, 32, generator=dice).topk(3).indices.sort(-1).values
     for valid in (torch.rand(rows, generator=dice) < 0.5, torch.zeros(rows, dtype=torch.bool)):

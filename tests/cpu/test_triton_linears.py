@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from firesteel.ops.testing import same_bits
-from firesteel.ops.triton import together
+from firesteel.ops.triton import piped, together
 from firesteel.ops.triton.linear import Scratch, Shape, Weight, product, quantise, shape_for
 from firesteel.ops.triton.target import INTERPRETER, TARGETS
 from firesteel.ops.triton.together import Manner, group_of, manner_for, products, ranges_of
@@ -134,3 +134,45 @@ def test_the_order_of_additions_is_the_weight_s(n: int, k: int) -> None:
         assert not shape.pair or w.splits == 1
         assert w.splits % shape.at_once == 0
     assert replace(w, ranges=2).splits == 2
+
+
+def room(pipe: piped.Pipe, copied: bool) -> int:
+    """Bytes of shared memory for the blocks and for the results of a warp group."""
+    out = pipe.groups * 128 * (pipe.n // 2 if pipe.m == 64 and pipe.groups == 2 else pipe.n)
+    out += pipe.groups * 128 * pipe.more if pipe.more < pipe.n else 0
+    return (pipe.stages - (not copied)) * 128 * (pipe.m + pipe.n + pipe.more) + out * copied
+
+
+@pytest.mark.parametrize(
+    "kind, n, k, groups",
+    (
+        ("fp8", 32768, 1024, 1),
+        ("fp8", 4096, 8192, 1),
+        ("fp8", 4096, 4096, 1),
+        ("fp8", 4096, 2048, 1),
+        ("bf16", 8192, 4096, 8),
+    ),
+)
+def test_pipelined_forms_fit_every_row_count(kind: str, n: int, k: int, groups: int) -> None:
+    splits = (piped.ranges_for(n, k) if kind == "fp8" else None) or 1
+    found = [piped.pipe_for(kind, n, k, splits, rows, groups) for rows in range(1, 2049)]
+    assert all(found) == (kind == "fp8" and n == 4096) and any(found)
+    for pipe in {p for p in found if p is not None}:
+        assert piped.fits(k, splits, pipe) and splits % pipe.side == 0 and n // groups % pipe.m == 0
+        assert room(pipe, True) <= 226 * 1024 and (pipe.more == 0 or pipe.m == 128)
+    assert piped.pipe_for(kind, n, k, 8, 128, groups) is None  # ranges that another form chose
+
+
+def test_pipelined_groups_fit() -> None:
+    for sizes, splits in (((1536, 2624), (2, 2)), ((1536, 1024), (4, 4)), ((1536, 0), (4, 1))):
+        found = [piped.pipe_for_group(sizes, 4096, splits, rows) for rows in range(1, 2049)]
+        assert found[127] is not None and found[0] is None and found[-1] is None
+        for pipe in {p for p in found if p is not None}:
+            assert all(cut % min(pipe.side, cut) == 0 for cut in splits) and pipe.m < 256
+            assert room(pipe, False) <= 200 * 1024  # float32 results are turned beside it
+    # the shared expert's own ranges stay its own beside the router
+    up, gate = held("fp8", 4096, 1024), held("bf16", 256, 1024)
+    up.ranges = piped.ranges_for(4096, 1024)
+    group = group_of([(gate, True), (up, False)])
+    assert group is not None and group.fp8 is not None and group.fp8.splits == up.splits == 1
+    assert manner_for(group, 8, TARGETS["sm_90"]) is None and gate.splits == ranges_of((64, 4), 8)

@@ -25,6 +25,8 @@ from firesteel.ops.testing import Geometry, World, assert_close, assert_row_inva
 from firesteel.ops.testing_cases import ROW_CASES, WORLD_CASES, Case, normal, weight
 from firesteel.ops.triton import attention as triton_attention
 from firesteel.ops.triton import hyper as triton_hyper
+from firesteel.ops.triton import moe
+from firesteel.ops.triton import streams as triton_streams
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.linear import quantise
 from firesteel.ops.types import Hyper, Norm
@@ -185,6 +187,8 @@ def test_a_step_has_the_bits_of_its_parts(ops: TritonOps, monkeypatch: pytest.Mo
     for got, want in zip(rest, ops.hyper_pre(apart, w, norm), strict=True):
         assert same_bits(got, want)
     monkeypatch.setattr(triton_hyper, "FEW", 0)  # a program makes the mixing matrices of several rows
+    monkeypatch.setattr(triton_streams, "WALKERS", 1)  # a program walks over two tiles
+    monkeypatch.setattr(triton_streams, "ROW_TILES", (16, 16))
     for got, want in zip(ops.hyper_step(f, h, post, comb, w, norm), (streams, *rest), strict=True):
         assert same_bits(got, want)
     empty = ops.hyper_step(f[:0], h[:0], post[:0], comb[:0], w, norm)
@@ -228,3 +232,25 @@ def test_a_snapshot_of_bf16_rings_keeps_every_bit() -> None:
         assert torch.equal(ring[1][got], old[got])
         kept += int(got.any())
     assert any(r.dtype == torch.float32 for r in memory.all_rings()) and kept >= 3
+
+
+def test_a_step_adds_up_what_experts_gave(ops: TritonOps) -> None:
+    """``hyper_step`` and ``hyper_post`` of sums that nobody has made yet."""
+    rows, d, hc, top = 37, 160, 4, 3
+    store = torch.bfloat16 if ops.numerics.official else torch.float32
+    given, shared = normal(rows * top, d).to(store), [normal(rows, d, seed=3).to(store)]
+    h, comb, post = normal(rows, hc, d, seed=2).to(store), torch.rand(rows, hc, hc) / hc, torch.rand(rows, hc)
+    fn = ops.linear_weight(weight("f32", 24, hc * d))
+    w = Hyper(fn, normal(24, seed=5), torch.tensor([0.5, 0.4, 0.3]), 20, 1e-6, 1e-6)
+    norm = Norm(1 + 0.1 * normal(d), 1e-6)
+    for valid in (None, torch.arange(rows) % 5 > 0):
+        f = moe.combine(given, shared, rows, store, valid)
+        late = triton_streams.Unsummed(given, shared, valid).tensor(rows)
+        assert late.shape == f.shape and late.dtype == f.dtype
+        for got, want in zip(
+            ops.hyper_step(late, h, post, comb, w, norm),
+            ops.hyper_step(f, h, post, comb, w, norm),
+            strict=True,
+        ):
+            assert same_bits(got, want)
+        assert same_bits(ops.hyper_post(late, h, post, comb), ops.hyper_post(f, h, post, comb))

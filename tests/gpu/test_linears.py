@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the 'gpu' extra is not installed")
 
 from firesteel.ops import Numerics
 from firesteel.ops.testing import same_bits
-from firesteel.ops.triton import launch, together, why_not
+from firesteel.ops.triton import launch, piped, together, why_not
 from firesteel.ops.triton.backend import TritonOps
 from firesteel.ops.triton.linear import Weight, fresh, product, quantise
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
-ROWS = (1, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 512, 1000, 1792, 2048)
+ROWS = (1, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256, 257, 320, 384, 385, 512, 700, 1000, 1792, 2048)
 LOST = {"fp8": 5e-4, "bf16": 1e-5}  # of a sum of thousands, whose last bits a tensor core cuts off
 WIDTHS = {  # name: format, outputs, inputs, groups
     "wq_a": ("fp8", 1024, 4096, 1),
@@ -28,6 +28,7 @@ WIDTHS = {  # name: format, outputs, inputs, groups
     "wo_a": ("bf16", 8192, 4096, 8),
     "wo_b": ("fp8", 4096, 8192, 1),
     "w2": ("fp8", 4096, 2048, 1),
+    "w13": ("fp8", 4096, 4096, 1),
     "main_proj": ("fp8", 4096, 12288, 1),
     "compressor": ("bf16", 2048, 4096, 1),
     "gate": ("bf16", 256, 4096, 1),
@@ -47,7 +48,10 @@ def random_weight(kind: str, n: int, k: int, ops: TritonOps, seed: int) -> Weigh
         return Weight(dense.bfloat16(), None, 1)
     codes = torch.randint(-8, 0, (-(-n // 128), -(-k // 128)), device=ops.device, generator=rng)
     # the least scale is 2^-8 and an e4m3 value below 448: no product of the two leaves float32
-    return Weight((dense * 60).clamp(-448, 448).to(ops.target.fp8), torch.exp2(codes.float()), 128)
+    ranges = piped.ranges_for(n, k) if ops.target.name == "sm_90" else None
+    return Weight(
+        (dense * 60).clamp(-448, 448).to(ops.target.fp8), torch.exp2(codes.float()), 128, ranges=ranges
+    )
 
 
 def in_float64(x: Tensor, w: Weight, groups: int) -> Tensor:
@@ -67,11 +71,9 @@ def test_bits_at_every_row_count(name: str, ops: TritonOps) -> None:
     x = (torch.randn(ROWS[-1], groups * k, device=ops.device, generator=rng) * spread[:, None]).bfloat16()
     q, step = quantise(x, k, ops.target.fp8) if kind == "fp8" else (x, None)
 
-    def run(pick: Tensor) -> Tensor:
+    def run(pick: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         steps = None if step is None else step[pick].contiguous()
-        return product(
-            q[pick].contiguous(), steps, w, kind, torch.float32, ops.scratch, ops.target, groups=groups
-        )
+        return product(q[pick].contiguous(), steps, w, kind, dtype, ops.scratch, ops.target, groups=groups)
 
     known = run(torch.arange(ROWS[-1], device=ops.device))
     for rows in ROWS:
@@ -80,6 +82,7 @@ def test_bits_at_every_row_count(name: str, ops: TritonOps) -> None:
         assert not bool(bad.any()), (
             f"{int(bad.sum())} of {rows} rows differ from their bits at {ROWS[-1]} rows"
         )
+        assert same_bits(run(pick, torch.bfloat16), known[pick].bfloat16()), rows  # stored in another way
     values = (
         x.double()
         if step is None
@@ -90,7 +93,7 @@ def test_bits_at_every_row_count(name: str, ops: TritonOps) -> None:
     assert int(ops.scratch.arrived.sum()) == 0
 
 
-@pytest.mark.parametrize("rows", (1, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256, 512, 1000))
+@pytest.mark.parametrize("rows", (1, 16, 17, 32, 33, 64, 65, 128, 129, 200, 256, 320, 384, 512, 1000))
 def test_products_of_one_input(rows: int, ops: TritonOps) -> None:
     """The weights of a CSA layer's input, of both formats, in one launch."""
     parts = [

@@ -214,11 +214,13 @@ class Ops(ABC):
         limit: float,
         valid: Tensor | None = None,
         begun: Sequence[Tensor] | None = None,
+        whole: bool = True,
     ) -> Tensor:
         """Routed experts in ascending id plus the shared ones (w13, w2): [R, D].
 
         ``valid`` bool [R]: the others are padding, whose results nobody looks at (finite, if anything).
-        ``begun``: what ``begin_shared`` gave for these rows.
+        ``begun``: what ``begin_shared`` gave for these rows. Without ``whole`` the result may be one that
+        nobody can read but ``hyper_step`` and ``hyper_post``, which then add it up themselves.
         """
 
     def begin_shared(
@@ -267,7 +269,7 @@ class Ops(ABC):
         h, x, post, comb = self.hyper_step(f, h, post, comb, w.ffn_hyper, w.ffn_norm)
         begun = self.begin_shared(x, w.router, w.shared, w.limit)
         ids, weights = self.route(x, w.router, ctx.rows.tokens)
-        f = self.moe(x, ids, weights, w.experts, w.shared, w.limit, None, begun)
+        f = self.moe(x, ids, weights, w.experts, w.shared, w.limit, None, begun, whole=False)
         return self.hyper_post(f, h, post, comb)
 
     @abstractmethod

@@ -20,8 +20,10 @@ All of it is torch ops on the device of the state, without a host value.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ STREAM = 5  # behind those of ops.reference.noise
 TOKEN, ACCEPT, HEAD, MARGIN, EASE = range(5)  # the "token id" words of one position
 CENTRE, WIDTH = 1.2, 0.45  # where log1p(margin) lies
 EDGE = 1e-6  # rates of 0 and 1 keep finite log-odds
-MOST_PLACES = 1 << 23  # of tables: 32 bytes each
+MOST_BYTES = 1 << 29  # of tables: 8 for every place of a request and 16 for every depth of it
 
 
 def separation(auc: float) -> float:
@@ -77,12 +79,23 @@ class Drawn:
     normal: Tensor  # float64 [..., 2]
 
 
+@dataclass
+class Tables:
+    """All draws of the requests in S slots, made when they come: y(p) int64 [S, L], and by the anchor's
+    position [S, L, K] the drafts behind it (int64) with their signals (float32)."""
+
+    token: Tensor
+    draft: Tensor
+    margin: Tensor
+    confidence: Tensor
+
+
 class Simulator:
     """Draws tokens, drafts and signals for the slots of one engine.
 
     ``vocab_size`` V >= 2; tensors live on ``device``. With ``tables`` (slots, positions) a request's draws are
-    made once, when it gets its slot (``prepare``), instead of in every step: on a GPU each of the generator's
-    hundred small operations would be a launch of its own.
+    made once, when it gets its slot (``prepare``), and a step only looks them up: on a GPU each of the
+    generator's hundred small operations would be a launch of its own.
     """
 
     def __init__(
@@ -101,57 +114,92 @@ class Simulator:
         self.odds = torch.logit(rates, eps=EDGE)  # [n, K]
         self.head_gap, self.margin_gap = separation(simulated.head_auc), separation(simulated.margin_auc)
         self._words = torch.arange(5, device=device)
-        self._drawn: Drawn | None = None
-        if tables is not None and tables[0] * tables[1] <= MOST_PLACES:
-            whole = torch.zeros(*tables, 2, dtype=torch.float64, device=device)
-            self._drawn = Drawn(whole[..., 0].long(), whole[..., 0].clone(), whole)
-            self._ease = torch.zeros(tables[0], dtype=torch.float64, device=device)
+        self._tables: Tables | None = None
+        if tables is not None and tables[0] * tables[1] * (8 + 16 * depths) <= MOST_BYTES:
+            token = torch.zeros(tables, dtype=torch.int64, device=device)
+            draft = torch.zeros(*tables, depths, dtype=torch.int64, device=device)
+            margin, confidence = (torch.zeros_like(draft, dtype=torch.float32) for _ in range(2))
+            self._tables = Tables(token, draft, margin, confidence)
+        self._kernels: ModuleType | None = None  # that look up in one launch, on a GPU
+        if device.type == "cuda" and self._tables is not None:
+            self._kernels = importlib.import_module("firesteel.ops.triton.drawn")
 
     def prepare(self, slots: Tensor, state: SlotState) -> None:
         """Draw for requests that have just got their slots int64 [n], if there are tables."""
-        if self._drawn is None or not slots.numel():
+        if self._tables is None or not slots.numel():
             return
-        places = torch.arange(self._drawn.token.shape[1], device=slots.device)
-        owner = slots.unsqueeze(-1).expand(-1, places.shape[0]).reshape(-1).contiguous()
-        drawn = self._draw(owner, places.repeat(slots.shape[0]), state)
-        shape = (slots.shape[0], places.shape[0])
-        for name in ("token", "accept", "normal"):
-            part = getattr(drawn, name)
-            getattr(self._drawn, name)[slots] = part.view(*shape, *part.shape[1:])
-        self._ease[slots] = self._draw_ease(slots, state)
+        (places, depths), n = self._tables.draft.shape[1:], slots.shape[0]
+        place = torch.arange(places, device=slots.device)
+        owner = slots.unsqueeze(-1).expand(-1, places).reshape(-1).contiguous()
+        drawn = self._draw(owner, place.repeat(n), state)
+        behind = (place.unsqueeze(-1) + 1 + torch.arange(depths, device=slots.device)).flatten()
+        at = behind.clamp_max(places - 1)
+        drafted = Drawn(
+            drawn.token.view(n, places)[:, at].flatten(),
+            drawn.accept.view(n, places)[:, at].flatten(),
+            drawn.normal.view(n, places, 2)[:, at].flatten(0, 1),
+        )
+        odds = self._odds(owner, behind.view(places, depths).repeat(n, 1), state).flatten()
+        self._tables.token[slots] = drawn.token.view(n, places)
+        for table, part in zip(
+            (self._tables.draft, self._tables.margin, self._tables.confidence),
+            self._outcome(drafted, odds),
+            strict=True,
+        ):
+            table[slots] = part.view(n, places, depths)
 
     def tokens(self, slots: Tensor, positions: Tensor, state: SlotState) -> Tensor:
         """y(p) int64 [R] for the tokens sampled at ``positions`` [R]."""
-        if self._drawn is not None:
-            return self._drawn.token[slots, positions.clamp_max(self._drawn.token.shape[1] - 1)]
+        if self._tables is not None:
+            if self._kernels is not None:
+                found: Tensor = self._kernels.tokens(slots, positions, self._tables.token)
+                return found
+            return self._tables.token[slots, positions.clamp_max(self._tables.token.shape[1] - 1)]
         word = noise.words(self._words[:1], positions, slots, state, STREAM)[:, 0]
         return word % self.vocab_size
 
     def proposal(self, real: Proposal, slots: Tensor, state: SlotState) -> Proposal:
         """The drawn drafts, margins and confidences in place of the ``real`` ones, same shapes."""
         groups, width = real.tokens.shape
+        if self._tables is not None:
+            drafts, margins, heads = self._known(slots, width, state)
+            return replace(
+                real,
+                tokens=drafts,
+                margin=margins,
+                confidence=None if real.confidence is None else heads,
+            )
         depth = torch.arange(width, device=slots.device)
-        position = (state.cursor[slots].unsqueeze(-1) + 1 + depth).flatten()
+        position = state.cursor[slots].unsqueeze(-1) + 1 + depth
         owner = slots.unsqueeze(-1).expand(-1, width).reshape(-1).contiguous()
-        if self._drawn is not None:
-            at = (owner, position.clamp_max(self._drawn.token.shape[1] - 1))
-            drawn = Drawn(self._drawn.token[at], self._drawn.accept[at], self._drawn.normal[at])
-        else:
-            drawn = self._draw(owner, position, state)
-        odds = self._odds(slots, position.view(groups, width), state).flatten()
+        odds = self._odds(slots, position, state).flatten()
+        draft, margin, head = self._outcome(self._draw(owner, position.flatten(), state), odds)
+        return replace(
+            real,
+            tokens=draft.view(groups, width),
+            margin=margin.view(groups, width),
+            confidence=None if real.confidence is None else head.view(groups, width),
+        )
+
+    def _known(self, slots: Tensor, width: int, state: SlotState) -> tuple[Tensor, Tensor, Tensor]:
+        """Drafts, margins and confidences [G, width] out of the tables."""
+        assert self._tables is not None
+        tables = (self._tables.draft, self._tables.margin, self._tables.confidence)
+        if self._kernels is not None:
+            found: tuple[Tensor, Tensor, Tensor] = self._kernels.drafts(slots, state.cursor, tables, width)
+            return found
+        at = (slots, state.cursor[slots].clamp_max(tables[0].shape[1] - 1))
+        return tables[0][:, :, :width][at], tables[1][:, :, :width][at], tables[2][:, :, :width][at]
+
+    def _outcome(self, drawn: Drawn, odds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(draft, margin, confidence) [n] of draws [n] whose rates have the log-odds float64 [n]."""
         accepted = drawn.accept < torch.sigmoid(odds)
         draft = torch.where(accepted, drawn.token, (drawn.token + 1) % self.vocab_size)
         sign = accepted.to(torch.float64) - 0.5
         head = odds + self.head_gap * (sign * self.head_gap + drawn.normal[:, 0])
         score = sign * self.margin_gap + drawn.normal[:, 1]
         margin = torch.expm1((CENTRE + WIDTH * score).clamp(0.0, 3.9))
-        shape = (groups, width)
-        return replace(
-            real,
-            tokens=draft.view(shape),
-            margin=margin.to(torch.float32).view(shape),
-            confidence=None if real.confidence is None else head.to(torch.float32).view(shape),
-        )
+        return draft, margin.to(torch.float32), head.to(torch.float32)
 
     def _draw(self, owner: Tensor, position: Tensor, state: SlotState) -> Drawn:
         """The draws of requests in the slots ``owner`` [n] at ``position`` [n]."""
@@ -172,6 +220,5 @@ class Simulator:
         row = (positions + state.seed_lo[slots].unsqueeze(-1)) % self.odds.shape[0]
         odds = self.odds[row, torch.arange(positions.shape[1], device=slots.device)]
         if self.spread:
-            ease = self._ease[slots] if self._drawn is not None else self._draw_ease(slots, state)
-            odds = odds + self.spread * ease.unsqueeze(-1)
+            odds = odds + self.spread * self._draw_ease(slots, state).unsqueeze(-1)
         return odds

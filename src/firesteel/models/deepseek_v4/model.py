@@ -139,7 +139,7 @@ class Target:
         ops, limit, valid = self.ops, self.config.swiglu_limit, ctx.rows.valid
         begun = ops.begin_shared(x, layer.router, layer.shared, limit)
         ids, weights = ops.route(x, layer.router, ctx.rows.tokens)
-        return ops.moe(x, ids, weights, layer.experts, layer.shared, limit, valid, begun)
+        return ops.moe(x, ids, weights, layer.experts, layer.shared, limit, valid, begun, whole=False)
 
     def _attention(self, x: Tensor, w: AttentionWeights, state: LayerMemory, ctx: PassContext) -> Tensor:
         ops, c = self.ops, self.config

@@ -481,6 +481,7 @@ class NativeOps(NativeDraft):
         limit: float,
         valid: Tensor | None = None,
         begun: Sequence[Tensor] | None = None,
+        whole: bool = True,
     ) -> Tensor:
         x, ids, weights = dense(x), dense(ids), dense(weights)
         rows, d = x.shape

@@ -138,6 +138,7 @@ class ReferenceMatrix(Ops):
         limit: float,
         valid: Tensor | None = None,
         begun: Sequence[Tensor] | None = None,
+        whole: bool = True,
     ) -> Tensor:
         rows, k = ids.shape
         xq = self._input(x, experts.quantised)

@@ -5,16 +5,18 @@ it. Inside a recording the two become branches of one graph.
 
 What the second stream makes may be freed as soon as the first has used it: its
 memory is given out again on the second stream alone, and every fork waits for
-the first. What it reads has to live until ``join``.
+the first. What the first made and the second reads must not be freed before
+``join``, since the first would give its memory out again at once: ``hold`` keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from firesteel.ops.triton.linear import Scratch
 
@@ -31,6 +33,7 @@ class Aside:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device)
         self.scratch = Scratch(device)
+        self.held: list[Tensor] = []  # read by the second stream, until ``join``
 
     @contextmanager
     def fork(self, owner: Owner) -> Iterator[None]:
@@ -44,6 +47,11 @@ class Aside:
         finally:
             owner.scratch = first
 
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Keep what the first stream made until the second has read it."""
+        self.held.extend(tensors)
+
     def join(self) -> None:
         """The first stream waits for the second."""
+        self.held.clear()
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firesteel.ops.triton import gathered
 from firesteel.ops.triton.ends import finish, queries
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
@@ -318,6 +319,7 @@ def unturned(q: Tensor, heads: int, eps: float) -> Tensor:
     return out
 
 
+GATHERED = True  # Hopper's own form, ``gathered``, for every row count: faster from 64 rows on, slower below
 SPREAD = 132  # programs that a pass of few rows is spread over: multiprocessors of an H200
 
 
@@ -396,17 +398,26 @@ def attention(
     scratch = (parts if parts > 1 else 0) * rows * heads
     acc = torch.empty(scratch, dim, dtype=torch.float32, device=q.device)
     stat = torch.empty(scratch, 2, dtype=torch.float32, device=q.device)
-    grid = (rows * cdiv(heads, s.heads), parts)
     r, tiles = ctx.rows, cdiv(span + ctx.block, s.keys)
-    attend[grid](
-        q, kv, window, sinks, window if entries is None else entries, r.slots if selection is None else selection,
-        dense(ctx.page_table), r.positions, r.slots, r.first, r.last, cos, sin, out, acc, stat, rows, chosen,
-        ctx.page_table.shape[1], 0 if entries is None else entries.stride(0), LOG2E / math.sqrt(dim),
-        0.0 if eps is None else eps, H=heads, D=dim, HALF=cos.shape[1], BH=s.heads, BD=s.dims,
-        PIECES=s.pieces, BN=s.keys, KEYS=pow2(tiles * s.keys + (PART if kind else 0)), SPAN=span,
-        WINDOW_TILES=tiles, RING=window.shape[1], RATIO=max(ratio, 1), PER_PAGE=per_page, KIND=kind.value,
-        BLOCK=ctx.block > 0, TURN=eps is not None, SIZE=PART, OFFICIAL=official, **s.options,
-    )  # fmt: skip
+    if GATHERED and official and gathered.fits(heads, dim, cos.shape[1], q.dtype):
+        constants = {
+            "SPAN": span, "TILES": cdiv(span + ctx.block, 64), "RING": window.shape[1], "RATIO": max(ratio, 1),
+            "PER_PAGE": per_page, "KIND": kind.value, "BLOCK": ctx.block > 0, "SIZE": PART,
+        }  # fmt: skip
+        gathered.attend(
+            q, kv, window, sinks, entries, selection, dense(ctx.page_table), r, (cos, sin), out, (acc, stat), parts,
+            constants, LOG2E / math.sqrt(dim), eps,
+        )  # fmt: skip
+    else:
+        attend[(rows * cdiv(heads, s.heads), parts)](
+            q, kv, window, sinks, window if entries is None else entries, r.slots if selection is None else selection,
+            dense(ctx.page_table), r.positions, r.slots, r.first, r.last, cos, sin, out, acc, stat, rows, chosen,
+            ctx.page_table.shape[1], 0 if entries is None else entries.stride(0), LOG2E / math.sqrt(dim),
+            0.0 if eps is None else eps, H=heads, D=dim, HALF=cos.shape[1], BH=s.heads, BD=s.dims,
+            PIECES=s.pieces, BN=s.keys, KEYS=pow2(tiles * s.keys + (PART if kind else 0)), SPAN=span,
+            WINDOW_TILES=tiles, RING=window.shape[1], RATIO=max(ratio, 1), PER_PAGE=per_page, KIND=kind.value,
+            BLOCK=ctx.block > 0, TURN=eps is not None, SIZE=PART, OFFICIAL=official, **s.options,
+        )  # fmt: skip
     if parts > 1:
         some = min(s.heads, 16)
         merge_parts[(rows, cdiv(heads, some))](
@@ -481,4 +492,4 @@ def _specs() -> list[Spec]:
     return [*out, merge]
 
 
-KERNELS = _specs()
+KERNELS = [*_specs(), *gathered.specs({"H": 64, "D": 512, "HALF": 32, "SIZE": PART})]

@@ -3,7 +3,7 @@
 Compiles each ``Spec`` for gfx950, gfx942, sm_90 and sm_100 and reads registers, local
 memory, spills and matrix instructions out of the machine code. Exit status 1 on
 any fault: a kernel that does not compile or needs more local memory than a program
-gets, a spill (on gfx942 more than ALLOWED_SPILLS), a block-scaled kernel without that
+gets, a spill (on gfx942 more than ALLOWED_SPILLS, on sm_90 than FRAMES), a block-scaled kernel without that
 instruction on gfx950, ``dot_scaled`` on gfx942. Nothing here is run on a device: the
 figures say what the compiler made, not that it computes the right thing.
 
@@ -41,9 +41,19 @@ from firesteel.ops.triton.target import TARGETS, Target
 
 MODULES = (
     "linear", "together", "experts", "folded", "moe", "route", "attention", "indexer", "compress", "norms", "hyper",
-    "context", "head", "sample", "draft", "shape", "rows", "commit",
+    "context", "head", "sample", "draft", "shape", "rows", "commit", "drawn",
 )  # fmt: skip
-STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all
+STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all, but for ...
+# ... bytes of stack frame that a form may keep on sm_90: a few addresses, written before its loop and read outside
+# of it. Each was measured on an H200 and is faster than the form that it replaced.
+FRAMES = {
+    "linear-fp8-piped-2-384": 16,
+    "linear-fp8-piped-2-768": 32,
+    "linear-fp8-piped-2-more": 8,  # Triton 3.6 alone, as the last two
+    "linears-together-piped-384": 16,
+    "attention_all_gathered_4": 8,
+    "attention_chosen_gathered_4": 8,
+}
 ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill; none does (Triton 3.8.0)
 INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async\S+|mma\.sync\S+|tcgen05\.mma\S*|v_s?mfmac?_\w+)")
 SCALED = "v_mfma_scale"
@@ -149,6 +159,8 @@ def judge(spec: Spec, target: Target, made: Made, ir: str) -> None:
     if made.local > target.local_bytes:
         made.faults.append(f"{made.local} bytes of local memory, a program gets {target.local_bytes}")
     allowed = 0 if target.name in STRICT else ALLOWED_SPILLS.get(spec.name, 0)
+    if target.name == "sm_90":
+        allowed = FRAMES.get(spec.name, 0)
     if made.spills > allowed:
         made.faults.append(f"{made.spills} spilled, {allowed} allowed")
     if target.name == "gfx950" and spec.scaled and not any(name.startswith(SCALED) for name in made.matrix):

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from firesteel.ops.triton import pingpong, pingwalk
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel
 from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
 from firesteel.ops.triton.spec import Spec
@@ -302,8 +303,13 @@ def run_head(
     assert x.is_contiguous(), "rows lie one after another"
     if narrow and rows > 0 and w.dtype == torch.bfloat16:
         if walk is not None:
+            if store is None and sampling is not None and pingwalk.fits(rows, w.shape[1]):
+                return pingwalk.run_walk(x, w, walk.base, walk.previous, walk.rejection, rows, sampling)
             if (form := walk_form(rows, w.shape[1], target)) is not None:
                 return run_walk(form, x, w, walk, rows, store, sampling)
+        elif x.dtype == torch.bfloat16 and store is None and pingpong.fits(rows, w.shape[1]):
+            assert sampling is not None, "something to make"
+            return pingpong.run_head(x, w, rows, sampling)
         elif x.dtype == torch.bfloat16 and store is not None and sampling is None:
             wide = wide_form(rows, w.shape[1], target)
             if wide is not None:
@@ -459,6 +465,8 @@ def _specs() -> list[Spec]:
         spec("logits_64", 64, 4096, False, True, False),
         spec("logits_16", 16, 4096, False, True, False),
         *_descriptor_specs(),
+        *pingpong.KERNELS,
+        *pingwalk.KERNELS,
     ]
 
 

@@ -1,8 +1,7 @@
 """Residual streams (mHC): coefficients, Sinkhorn, mixing and norm.
 
-The coefficient product [hc*D] -> [(2+hc)hc] runs in fixed chunks of channels, by the
-kernel that also makes the streams; a second kernel adds the chunks in a fixed tree
-and does the rest of the row.
+A first kernel makes the streams and their coefficient products in chunks of channels
+(``streams``); a second one adds the chunks in a fixed tree and does the rest of the row.
 """
 
 from __future__ import annotations
@@ -15,104 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
+from firesteel.ops.triton.moe import combine
 from firesteel.ops.triton.norms import COPY_TILE, form_of, remember, types, warps
-from firesteel.ops.triton.rounding import on_grid, operand, sigmoid, store_form
+from firesteel.ops.triton.rounding import over, sigmoid, store_form, stored
 from firesteel.ops.triton.spec import Spec
+from firesteel.ops.triton.streams import CHANNELS, parts, post_rows, specs, unsummed
 from firesteel.ops.types import Norm
 
-CHANNELS = 64  # of every stream, in one partial sum
-ROW_TILES = (16, 32)  # the N side of a product: free to follow the row count
-PRODUCT_WARPS = 4
-FEW = 128  # rows that do not fill the device
+FEW = 64  # rows that do not fill the device
 MIXED = (1, 4)  # rows whose mixing matrices one program makes: of few rows and of many
 
 
 @triton.jit
-def _new_stream(f, old, post_ptr, comb_ptr, row, live, i: tl.constexpr, HC: tl.constexpr, OFFICIAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Stream i after a sublayer: post_i * f + sum_j comb[j, i] * old_j, j ascending; [rows, channels]."""
-    y = tl.load(post_ptr + row * HC + i, mask=live, other=0.0)[:, None] * f
-    for j in tl.static_range(HC):  # fused by hand: the compiler may fuse either product with a sum of two
-        c = tl.load(comb_ptr + (row * HC + j) * HC + i, mask=live, other=0.0)
-        y = tl.fma(tl.broadcast_to(c[:, None], y.shape), old[j], y)
-    return on_grid(y, OFFICIAL)
-
-
-@triton.jit
-def _weights(w_ptr, lane, inside, N: tl.constexpr, K: tl.constexpr, NP: tl.constexpr, LINES: tl.constexpr):
-    """[LINES, channels] of float32 [N, K] (LINES = NP), or of its three bf16 pieces, NP lines each (LINES = 4 NP)."""
-    line = tl.arange(0, LINES)
-    n = line % NP
-    live = n < N
-    if LINES > NP:
-        live = live & (line < 3 * NP)
-    at = (line // NP * N + n)[:, None] * K + lane[None, :]
-    return tl.load(w_ptr + at, mask=live[:, None] & inside[None, :], other=0.0)
-
-
-@kernel("rows")
-def post_parts(
-    f_ptr,
-    h_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    fn_ptr,
-    part_ptr,
-    rows,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    HC: tl.constexpr,
-    NP: tl.constexpr,
-    LINES: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    POST: tl.constexpr,
-    OFFICIAL: tl.constexpr,
-):
-    """Channels of all streams of some rows: new streams (POST), and part [chunk, R, NP], their products with fn.
-
-    Column N of ``part`` holds the sum of squares, those behind it nothing. Weights are the M
-    operand: their lines are many and rows may be few. y is exact as bf16 and fn as three
-    pieces, so that all products are exact.
-    """
-    begin()
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    lane = tl.program_id(1) * BC + tl.arange(0, BC)
-    live = row < rows
-    inside = live[:, None] & (lane < D)[None, :]
-    wide = row.to(tl.int64)
-    at = wide[:, None] * (HC * D) + lane[None, :]
-    acc = tl.zeros([LINES, BR], tl.float32)
-    squares = tl.zeros([BR], tl.float32)
-    old = ()
-    for j in tl.static_range(HC):
-        old += (tl.load(h_ptr + at + j * D, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    if POST:
-        f = tl.load(f_ptr + wide[:, None] * D + lane[None, :], mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(HC):
-        w = _weights(fn_ptr, i * D + lane, lane < D, N, HC * D, NP, LINES)
-        if POST:
-            y = _new_stream(f, old, post_ptr, comb_ptr, wide, live, i, HC, OFFICIAL)
-            tl.store(out_ptr + at + i * D, y.to(out_ptr.dtype.element_ty), mask=inside)
-        else:
-            y = old[i]
-        squares += tl.sum(y * y, axis=1)
-        acc = tl.dot(w, tl.trans(operand(y, OFFICIAL)), acc, input_precision="ieee")
-    if LINES > NP:
-        acc = tl.sum(tl.reshape(acc, [LINES // NP, NP, BR]), axis=0)
-    out = tl.arange(0, NP)
-    acc = tl.where((out == N)[None, :], squares[:, None], tl.trans(acc))
-    to = (tl.program_id(1).to(tl.int64) * rows + row)[:, None] * NP + out[None, :]
-    tl.store(part_ptr + to, acc, mask=live[:, None] & (out <= N)[None, :])
-
-
-@triton.jit
-def _row_sums(part_ptr, row, rows, N: tl.constexpr, NP: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
-    """(sums over the chunks in a fixed tree, numbers of their columns), [NP] of a row."""
+def _row_sums(part_ptr, row, rows, NP: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr):
+    """(sums over the chunks in a fixed tree, numbers of their columns), [NP] of a row; nothing behind column N."""
     chunk = tl.arange(0, CP)
     column = tl.arange(0, NP)
     at = (chunk.to(tl.int64) * rows + row)[:, None] * NP + column[None, :]
-    live = (chunk < CHUNKS)[:, None] & (column <= N)[None, :]
+    live = (chunk < CHUNKS)[:, None]  # of all columns, though some hold nothing: wide loads
     return tl.sum(tl.load(part_ptr + at, mask=live, other=0.0), axis=0), column
 
 
@@ -139,28 +58,29 @@ def _mix(old, values, column, scale_ptr, base_ptr, eps, HC: tl.constexpr, OFFICI
     for j in tl.static_range(HC):
         pre = tl.sum(tl.where(column == j, values, 0.0))
         y += (sigmoid(pre * scale + tl.load(base_ptr + j)) + eps) * old[j].to(tl.float32)
-    return on_grid(y, OFFICIAL)
+    return stored(y, OFFICIAL)
 
 
 @triton.jit
 def _normed(
     y, weight_ptr, lane, inside, eps, D: tl.constexpr, WEIGHTED: tl.constexpr, OFFICIAL: tl.constexpr
 ):
+    y = y.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
     if WEIGHTED:
         y = y * tl.load(weight_ptr + lane, mask=inside, other=0.0).to(tl.float32)
-    return on_grid(y, OFFICIAL)
+    return stored(y, OFFICIAL)
 
 
 @triton.jit
 def _sinkhorn(c, eps, ITERS: tl.constexpr):
     """c [rows, source, destination]: softmax over destinations, then alternate normalisation."""
     c = tl.exp(c - tl.max(c, axis=2)[:, :, None])
-    c = c / tl.sum(c, axis=2)[:, :, None] + eps
-    c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
+    c = over(c, tl.broadcast_to(tl.sum(c, axis=2)[:, :, None], c.shape)) + eps
+    c = over(c, tl.broadcast_to((tl.sum(c, axis=1) + eps)[:, None, :], c.shape))
     for _ in range(ITERS - 1):
-        c = c / (tl.sum(c, axis=2)[:, :, None] + eps)
-        c = c / (tl.sum(c, axis=1)[:, None, :] + eps)
+        c = over(c, tl.broadcast_to((tl.sum(c, axis=2) + eps)[:, :, None], c.shape))
+        c = over(c, tl.broadcast_to((tl.sum(c, axis=1) + eps)[:, None, :], c.shape))
     return c
 
 
@@ -195,7 +115,7 @@ def _mixing(
     column = tl.arange(0, NP)
     ok = row < rows
     at = (chunk.to(tl.int64)[:, None] * rows + row[None, :])[:, :, None] * NP + column[None, None, :]
-    live = (chunk < CHUNKS)[:, None, None] & ok[None, :, None] & (column <= N)[None, None, :]
+    live = (chunk < CHUNKS)[:, None, None] & ok[None, :, None]
     values = tl.sum(tl.load(part_ptr + at, mask=live, other=0.0), axis=0)
     squares = tl.sum(tl.where((column == N)[None, :], values, 0.0), axis=1)
     values = values * tl.rsqrt(squares / K + rms_eps)[:, None]
@@ -252,13 +172,13 @@ def finish_pre(
     if place > 0:
         lane = tl.arange(0, BD)
         old = _streams(h_ptr, row, lane, D, HC)  # under way while the coefficients are added up
-        values, column = _row_sums(part_ptr, row, rows, N, NP, CHUNKS, CP)
+        values, column = _row_sums(part_ptr, row, rows, NP, CHUNKS, CP)
         values = _scaled(values, column, N, HC * D, rms_eps)
         y = _mix(old, values, column, scale_ptr, base_ptr, eps, HC, OFFICIAL)
         x = _normed(y, weight_ptr, lane, lane < D, norm_eps, D, WEIGHTED, OFFICIAL)
-        tl.store(x_ptr + row * D + lane, x.to(x_ptr.dtype.element_ty), mask=lane < D)
+        tl.store(x_ptr + row * D + lane, x, mask=lane < D)
         if FORM:
-            store_form(x, q_ptr, step_ptr, row, D, BD, FORM)
+            store_form(x.to(tl.float32), q_ptr, step_ptr, row, D, BD, FORM)
     else:
         some = first.to(tl.int64) + tl.arange(0, SR)
         _mixing(
@@ -277,40 +197,12 @@ def finish_head(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BD)
     old = _streams(h_ptr, row, lane, D, HC)
-    values, column = _row_sums(part_ptr, row, rows, N, NP, CHUNKS, CP)
+    values, column = _row_sums(part_ptr, row, rows, NP, CHUNKS, CP)
     values = _scaled(values, column, N, HC * D, rms_eps)
     z = _mix(old, values, column, scale_ptr, base_ptr, eps, HC, OFFICIAL)
-    tl.store(z_ptr + row * D + lane, z.to(z_ptr.dtype.element_ty), mask=lane < D)
+    tl.store(z_ptr + row * D + lane, z, mask=lane < D)
     x = _normed(z, weight_ptr, lane, lane < D, norm_eps, D, WEIGHTED, OFFICIAL)
-    tl.store(x_ptr + row * D + lane, x.to(x_ptr.dtype.element_ty), mask=lane < D)
-
-
-@kernel("rows")
-def post_rows(
-    f_ptr,
-    h_ptr,
-    post_ptr,
-    comb_ptr,
-    out_ptr,
-    rows,
-    D: tl.constexpr,
-    HC: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OFFICIAL: tl.constexpr,
-):
-    """New streams of a row, where no coefficients of the next sublayer are wanted."""
-    begin()
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (lane < D)[None, :]
-    at = row[:, None] * (HC * D) + lane[None, :]
-    old = ()
-    for j in tl.static_range(HC):
-        old += (tl.load(h_ptr + at + j * D, mask=inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    f = tl.load(f_ptr + row[:, None] * D + lane[None, :], mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(HC):
-        y = _new_stream(f, old, post_ptr, comb_ptr, row, row < rows, i, HC, OFFICIAL)
-        tl.store(out_ptr + at + i * D, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(x_ptr + row * D + lane, x, mask=lane < D)
 
 
 @dataclass(frozen=True)
@@ -334,41 +226,9 @@ class Mixer:
     form: torch.dtype | None
 
 
-def row_tile(rows: int, official: bool) -> int:
-    """Rows of one program; float32 products run on scalar units, where a wide tile only fills the registers."""
-    return next((t for t in ROW_TILES if rows <= t or not official), ROW_TILES[-1])
-
-
-def pieces(fn: Tensor) -> Tensor:
-    """float32 [N, K] as bf16 [3, N, K] that sum up to it; made once and kept beside it."""
-    made: Tensor | None = getattr(fn, "bf16_pieces", None)
-    if made is None:
-        out, rest = [], fn
-        for _ in range(3):
-            out.append(rest.to(torch.bfloat16))
-            rest = rest - out[-1].to(torch.float32)
-        made = torch.stack(out)
-        fn.bf16_pieces = made  # type: ignore[attr-defined]
-    return made
-
-
 def _parts(h: Tensor, m: Mixer, before: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """(streams, partial coefficient products float32 [chunks, R, NP]) of streams h [R, hc, D].
-
-    ``before``: (f [R, D], post, comb) of the sublayer that the streams go through first.
-    """
-    (rows, hc, d), n = h.shape, m.fn.shape[0]
-    assert m.fn.dtype == torch.float32 and m.fn.is_contiguous() and m.fn.shape[1] == hc * d
-    width, chunks, tile = pow2(max(16, n + 1)), cdiv(d, CHANNELS), row_tile(rows, m.official)
-    lines, fn = (4 * width, pieces(m.fn)) if m.official else (width, m.fn)
-    part = torch.empty(chunks, rows, width, dtype=torch.float32, device=h.device)
-    out = h if before is None else torch.empty(rows, hc, d, dtype=m.store, device=h.device)
-    f, post, comb = (h, m.fn, m.fn) if before is None else (dense(t) for t in before)
-    post_parts[(cdiv(rows, tile), chunks)](
-        f, h, post, comb, out, fn, part, rows, n, d, hc, width, lines, tile, CHANNELS, before is not None,
-        m.official, num_warps=PRODUCT_WARPS,
-    )  # fmt: skip
-    return out, part
+    """``streams.parts`` for a mixer."""
+    return parts(h, m.fn, m.store, m.official, before)
 
 
 def _finished(h: Tensor, part: Tensor, m: Mixer) -> tuple[Tensor, Tensor, Tensor]:
@@ -429,6 +289,9 @@ def post(f: Tensor, h: Tensor, post: Tensor, comb: Tensor, store: torch.dtype, o
     """New streams [R, hc, D]; see ``Ops.hyper_post``."""
     rows, hc, d = h.shape
     out = torch.empty(rows, hc, d, dtype=store, device=h.device)
+    terms = unsummed(f)
+    if terms is not None:
+        f = combine(terms.parts, terms.shared, rows, store, terms.valid)
     if rows:
         block = min(COPY_TILE, pow2(d))
         post_rows[(rows, cdiv(d, block))](
@@ -445,19 +308,8 @@ def _specs() -> list[Spec]:
         shape = {"D": 4096, "HC": 4, "CHUNKS": chunks, "CP": chunks, "BD": 4096, "WEIGHTED": True, **o}
         before = types(f32="part_ptr base_ptr scale_ptr weight_ptr", int="rows", float="eps rms_eps norm_eps")
         streams = types(**{t: "f_ptr h_ptr out_ptr"})
-        tile = {"D": 4096, "HC": 4, "NP": 32, "LINES": 128 if official else 32, "BC": CHANNELS, **o}
-        arrays = types(f32="post_ptr comb_ptr part_ptr", int="rows")
-        out += [
-            Spec(
-                f"hyper_{kind}_{rows}_{name}",
-                post_parts,
-                {**arrays, **streams, **types(**{t: "fn_ptr"})},
-                {**tile, "BR": rows, "N": 24, "POST": kind == "step"},
-                {"num_warps": PRODUCT_WARPS},
-            )
-            for kind in ("parts", "step")
-            for rows in (ROW_TILES if official else ROW_TILES[:1])
-        ]
+        arrays = types(f32="post_ptr comb_ptr part_ptr", bool="valid_ptr", int="rows")
+        out += specs({**arrays, **streams, **types(**{t: "fn_ptr shared_ptr"})}, official)
         finished = {**before, **types(f32="step_ptr post_ptr comb_ptr"), **types(**{t: "h_ptr x_ptr"})}
         out += [
             Spec(

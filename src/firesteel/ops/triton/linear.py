@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from firesteel.checkpoint.codecs import FP8_BLOCK, QTensor, scale_to_float
+from firesteel.ops.triton import piped
 from firesteel.ops.triton.activations import GROUP as GROUP
 from firesteel.ops.triton.activations import fresh as fresh
 from firesteel.ops.triton.activations import quantise as quantise
@@ -107,7 +108,8 @@ def fp8_parts(weights: Sequence[QTensor], device: torch.device, target: Target) 
     scale = torch.cat(grids).contiguous()
     if target.fnuz:
         data, scale = to_fnuz(data), scale * 2
-    return Weight(data.contiguous(), scale, FP8_BLOCK if aligned else 1)
+    ranges = piped.ranges_for(*data.shape) if target.name == "sm_90" and aligned else None
+    return Weight(data.contiguous(), scale, FP8_BLOCK if aligned else 1, ranges=ranges)
 
 
 def dense_parts(weights: Sequence[QTensor], device: torch.device) -> Weight:
@@ -125,7 +127,8 @@ class Shape:
     """How a product is launched for some row count; changes no bit.
 
     ``parallel``: ranges of K by programs of their own, whose sums are read ``at_once`` at a time. ``wide``:
-    by tensor descriptors, in steps of ``step`` channels; ``pair``: two sums of 64 outputs in a program.
+    by tensor descriptors, in steps of ``step`` channels; ``pair``: two sums of 64 outputs in a program;
+    ``pipe``: in the form of ``piped``, which the rest then only repeats.
     """
 
     tile_m: int
@@ -137,6 +140,7 @@ class Shape:
     step: int = GROUP
     pair: bool = False
     at_once: int = 1
+    pipe: piped.Pipe | None = None
 
 
 def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
@@ -155,14 +159,18 @@ def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
     return None
 
 
-def shape_for(kind: str, w: Weight, rows: int, target: Target) -> Shape:
+def shape_for(kind: str, w: Weight, rows: int, target: Target, groups: int = 1) -> Shape:
     """Tile and distribution by row count; the numbers are measured ones of an H200.
 
     Rows are tiled as wide as leaves every multiprocessor two programs. Ranges of K run side
     by side while tiles are few; one program for all ranges holds two sums, hence its narrower tile.
     """
-    if target.name == "sm_90" and (shape := wide_shape(kind, w, rows)) is not None:
-        return shape
+    if target.name == "sm_90":
+        flat = kind == "bf16" or (kind == "fp8" and w.lines_of == GROUP)
+        if flat and (pipe := piped.pipe_for(kind, *w.shape, w.splits, rows, groups)) is not None:
+            return Shape(pipe.m, pipe.n + pipe.more, 4, pipe.stages, pipe.side > 1, pipe=pipe)
+        if (shape := wide_shape(kind, w, rows)) is not None:
+            return shape
     splits, tiles = w.splits, cdiv(w.shape[0], TILE_M)
     if kind == "f32":
         tile, stages = 16, 2  # wider tiles of fused multiply-adds do not fit the registers
@@ -209,7 +217,14 @@ def product(
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    shape = shape or shape_for(kind, w, rows, target)
+    shape = shape or shape_for(kind, w, rows, target, groups)
+    if shape.pipe is not None:
+        assert kind != "f32", "float32 has no matrix instruction"
+        piped.launch(
+            None if xs is None or w.scale is None else (w.data, w.scale, x, xs), (w.data, x) if xs is None else None,
+            out, scratch.arrived, shape.pipe, splits=(w.splits, w.splits), groups=groups,
+        )  # fmt: skip
+        return out
     tiles = (cdiv(n, shape.tile_m), cdiv(rows, shape.tile_n))
     options: dict[str, Any] = {"num_warps": shape.warps, "num_stages": shape.stages, **target.options}
     unused = scratch.arrived
@@ -322,4 +337,5 @@ KERNELS: list[Spec] = [
     _wide_spec("fp8", (64, 128, 128), 4, 3, 4, True),
     _wide_spec("bf16", (128, 256, 64), 8, 4, 1, False),
     _pair_spec(),
+    *piped.KERNELS,
 ]  # fmt: skip

@@ -23,6 +23,7 @@ from firesteel.ops.triton.aside import Aside
 from firesteel.ops.triton.launch import cdiv, dense
 from firesteel.ops.triton.linear import GROUP, Scratch, Weight
 from firesteel.ops.triton.moe import Arithmetic, Grouped
+from firesteel.ops.triton.streams import Unsummed
 from firesteel.ops.triton.target import Target
 from firesteel.ops.types import Experts, Linear, Router
 
@@ -190,6 +191,8 @@ class MatrixOps(ReferenceOps):
         if forms is None:
             return None
         if (made := forms.pop(id(w), None)) is not None:
+            if self.aside is not None and self.scratch is self.aside.scratch:
+                self.aside.hold([made])
             return made
         if w.group is None or x.shape[0] == 0 or x.dtype != torch.bfloat16:
             return None
@@ -276,6 +279,7 @@ class MatrixOps(ReferenceOps):
         limit: float,
         valid: Tensor | None = None,
         begun: Sequence[Tensor] | None = None,
+        whole: bool = True,
     ) -> Tensor:
         """``valid`` bool [R]: rows that may get anything finite instead, and whose experts are not read."""
         rows, top = ids.shape
@@ -320,6 +324,8 @@ class MatrixOps(ReferenceOps):
         else:
             assert self.aside is not None, "who has begun something has a second stream"
             self.aside.join()
+        if not whole:
+            return Unsummed(parts, begun, valid).tensor(rows)
         return moe.combine(parts, begun, rows, self.store, valid)
 
     def begin_shared(
@@ -337,6 +343,7 @@ class MatrixOps(ReferenceOps):
         up = self._ups(x, router.gate, shared)
         if up is None and self.numerics.official and any(w13.quantised for w13, _ in shared):
             linear.quantised(x, round_up(x.shape[1]), self.target.fp8)
+        self.aside.hold(up or ())
         with self.aside.fork(self):
             if up is None:
                 up = [self.linear(x, w13) for w13, _ in shared]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 E4M3_FRACTION = tl.constexpr(0x600000)  # 448 = 1.75 * 2^8
 E4M3_EXPONENT = tl.constexpr(8)
@@ -22,6 +23,36 @@ def on_grid(x, OFFICIAL: tl.constexpr):
     if OFFICIAL:
         x = x.to(tl.bfloat16).to(tl.float32)
     return x
+
+
+@triton.jit
+def narrow(x):
+    """float32 as bf16. On NVIDIA two in one instruction, which the compiler does not find by itself."""
+    if cuda_capability_geq(9, 0):
+        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        x = tl.inline_asm_elementwise(pair, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        x = x.to(tl.bfloat16)
+    return x
+
+
+@triton.jit
+def stored(x, OFFICIAL: tl.constexpr):
+    """An activation as it is stored: bf16 in official numerics, else float32."""
+    if OFFICIAL:
+        x = narrow(x)
+    return x
+
+
+@triton.jit
+def over(a, b):
+    """a / b of normal numbers and one shape to two bits, never fused with a sum behind it."""
+    if cuda_capability_geq(9, 0):
+        quotient: tl.constexpr = "{ .reg .f32 t; rcp.approx.ftz.f32 t, $2; mul.rn.f32 $0, $1, t; }"
+        a = tl.inline_asm_elementwise(quotient, "=r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        a = a / b
+    return a
 
 
 @triton.jit
@@ -100,8 +131,10 @@ def store_form(x, q_ptr, step_ptr, row, N: tl.constexpr, BLOCK: tl.constexpr, FO
     v = tl.reshape(x, [BLOCK // 128, 128])
     amax = tl.maximum(tl.max(tl.abs(v), axis=1), 1e-4)
     step, inverse = pow2_scale(amax, E4M3_FRACTION, E4M3_EXPONENT)
-    code = tl.minimum(tl.maximum(v * inverse[:, None], -448.0), 448.0)
-    code = tl.where(v != v, v, code)  # a clamp would hide NaN
+    code = v * inverse[:, None]
+    if not cuda_capability_geq(9, 0):  # there the conversion saturates, and keeps NaN
+        code = tl.minimum(tl.maximum(code, -448.0), 448.0)
+        code = tl.where(v != v, v, code)  # a clamp would hide NaN
     if FORM == 2:
         code, step = code * 0.5, step * 2.0
     tl.store(q_ptr + row * N + k, code.to(q_ptr.dtype.element_ty), mask=k < N)

@@ -80,7 +80,7 @@ def route(
         route_kernel[(rows,)](
             logits, logits if bias is None else bias, ids if table is None else table, tokens, ids, weights,
             scale, rows, EXPERTS=experts, BINS=pow2(experts), TOP=top, LANES=pow2(top),
-            HASHED=table is not None, num_warps=1 if experts <= 64 else 2,
+            HASHED=table is not None, num_warps=1,
         )  # fmt: skip
     return ids, weights
 
@@ -94,7 +94,7 @@ def _spec(hashed: bool) -> Spec:
             "weights": "*fp32", "scale": "fp32", "rows": "i32",
         },
         constexprs={"EXPERTS": 256, "BINS": 256, "TOP": 6, "LANES": 8, "HASHED": hashed},
-        options={"num_warps": 2},
+        options={"num_warps": 1},
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from firesteel.ops.triton import piped
 from firesteel.ops.triton.launch import begin, cdiv, kernel, pow2
 from firesteel.ops.triton.linear import COUNTERS, GROUP, TILE_M, Scratch, Weight
 from firesteel.ops.triton.products import range_sum, ranges_end, wide_sum
@@ -99,7 +100,8 @@ def group_of(parts: Sequence[tuple[Weight, bool]]) -> Group | None:
     table = torch.tensor(lines, dtype=torch.int32, device=weights[0].data.device)
     tiles = [sum(w.shape[0] for w, _ in some) // TILE_M for some in (fp8, bf16)]
     ranges = ranges_of((tiles[0], tiles[1]), k // GROUP)
-    whole = (stack([w for w, _ in fp8], ranges), stack([w for w, _ in bf16], ranges))
+    own = fp8[0][0].ranges if len(fp8) == 1 else None  # a weight that has ranges keeps them
+    whole = (stack([w for w, _ in fp8], own or ranges), stack([w for w, _ in bf16], ranges))
     weights[0].group = Group(*whole, [*fp8, *bf16], table, (widths[0], widths[1]))
     return weights[0].group
 
@@ -297,7 +299,8 @@ class Manner:
     """How a group is launched for some row count; changes no bit.
 
     ``wide``: by tensor descriptors, for many rows; ``side``: whether the ranges of K of FP8 and of bfloat16 run
-    side by side then, as they always do for few rows. The rest as ``linear.Shape`` has it.
+    side by side then, as they always do for few rows. ``pipe``: in the form of ``piped``, to which the others say
+    nothing. The rest as ``linear.Shape`` has it.
     """
 
     tile_n: int
@@ -305,11 +308,25 @@ class Manner:
     wide: bool = False
     side: tuple[bool, bool] = (True, True)
     at_once: int = 1
+    pipe: piped.Pipe | None = None
+
+
+def pipe_of(group: Group, rows: int) -> piped.Pipe | None:
+    """The pipelined form for some row count, if there is a good one."""
+    sizes = [0 if w is None else w.shape[0] for w in (group.fp8, group.bf16)]
+    cuts = [1 if w is None else w.splits for w in (group.fp8, group.bf16)]
+    some = group.fp8 or group.bf16
+    assert some is not None, "a group has members"
+    return piped.pipe_for_group((sizes[0], sizes[1]), some.shape[1], (cuts[0], cuts[1]), rows)
 
 
 def manner_for(group: Group, rows: int, target: Target) -> Manner | None:
     """As measured on an H200; None if every product is better off with a launch of its own."""
     fp8, bf16 = (0 if w is None else w.shape[0] // TILE_M for w in (group.fp8, group.bf16))
+    if target.name == "sm_90" and (pipe := pipe_of(group, rows)) is not None:
+        return Manner(pipe.n + pipe.more, pipe.stages, True, pipe=pipe)
+    if group.fp8 is not None and group.fp8.splits == piped.ranges_for(*group.fp8.shape):
+        return None  # its few ranges of K want blocks copied ahead
     if rows <= FEW:
         return Manner(max(16, pow2(rows)), 2 if target.backend == "hip" else 4, at_once=8)
     if target.name != "sm_90" or not 0 < fp8 + bf16 < MANY:
@@ -320,6 +337,16 @@ def manner_for(group: Group, rows: int, target: Target) -> Manner | None:
         return None
     few = (fp8 + bf16) * cdiv(rows, 128) < 3 * MANY // 4
     return Manner(128, 3, True, (few, few))
+
+
+def members_of(group: Group, rows: int, out: Tensor, exact: Tensor) -> list[Tensor]:
+    """The members' results [R, n] as parts of the two buffers."""
+    found, at = [], [0, 0]
+    for w, wide in group.members:
+        n = rows * w.shape[0]
+        found.append((exact if wide else out)[at[wide] : at[wide] + n].view(rows, w.shape[0]))
+        at[wide] += n
+    return found
 
 
 def products(
@@ -341,6 +368,14 @@ def products(
     side = (splits if how.side[0] else 1, ranges if how.side[1] else 1)
     out = torch.empty(rows * group.widths[0], dtype=dtype, device=x.device)
     exact = torch.empty(rows * group.widths[1], dtype=torch.float32, device=x.device)
+    if how.pipe is not None:
+        scale = None if group.fp8 is None else group.fp8.scale
+        narrow = None if group.fp8 is None or scale is None else (group.fp8.data, scale, *form)
+        piped.launch(
+            narrow, None if group.bf16 is None else (group.bf16.data, x), out, scratch.arrived, how.pipe,
+            splits=(splits, ranges), table=group.table, exact=exact,
+        )  # fmt: skip
+        return members_of(group, rows, out, exact)
     sums = torch.empty(side[0], rows, TILE_M * fp8, dtype=torch.float32, device=x.device)
     more = torch.empty(side[1], rows, TILE_M * bf16, dtype=torch.float32, device=x.device)
     spans = cdiv(rows, tile)
@@ -368,12 +403,7 @@ def products(
         together_kernel[(fp8 * splits + bf16 * ranges, spans)](
             w8.data, scale, *form, w16.data, x, *ends, **constants
         )
-    found, at = [], [0, 0]
-    for w, wide in group.members:
-        n = rows * w.shape[0]
-        found.append((exact if wide else out)[at[wide] : at[wide] + n].view(rows, w.shape[0]))
-        at[wide] += n
-    return found
+    return members_of(group, rows, out, exact)
 
 
 def _wide_spec(tiles: tuple[int, int], tile_n: int, stages: int, side: bool) -> Spec:
