@@ -143,6 +143,26 @@ def test_real_acceptance_of_the_bundled_model(concurrency: int = 4) -> None:
         assert ratio(points) >= 0.98, (points[0].table, {p.arm: round(p.rate) for p in points})
 
 
+ALONE = pytest.mark.xfail(
+    strict=True,
+    reason="open fault: one request alone is judged by the others of its past, and drafts where it loses 11 %",
+)
+
+
+@pytest.mark.parametrize("concurrency", [pytest.param(1, marks=ALONE), 8, 64, 256])
+def test_acceptance_as_measured_on_the_bundled_model(concurrency: int) -> None:
+    """Domains that differ as its own do, at loads that the model itself takes too long for.
+
+    At full load: where all requests begin together, those that draft well end first and leave a long run-down.
+    """
+    bed = simulated_bed(SCENES["domains"], K, concurrency, 128)
+    work, warm = jobs(max(4 * concurrency, 32), 64), max(concurrency, 8)
+    prices = [TABLES["staircase"], TABLES["linear"]]
+    for points in compare(bed, prices, [concurrency], lambda c: work, (0, 1, 3), lambda c: warm, whole=False):
+        rates = {p.arm: round(p.rate) for p in points}
+        assert ratio(points) >= 0.985, (points[0].table, concurrency, rates)
+
+
 # ---- simulated acceptance itself --------------------------------------------------------------
 def test_drawn_acceptance_has_the_asked_rates_and_calibrated_signals() -> None:
     scene = SimulatedAcceptance(rates=(0.9, 0.6, 0.8), head_auc=0.7, margin_auc=0.85)

@@ -197,6 +197,41 @@ def test_a_price_that_is_no_number_teaches_nothing() -> None:
     assert m.corrections == before
 
 
+def test_a_slow_spell_of_the_machine_leaves_prices_in_proportion() -> None:
+    """Everything takes twice as long for a while: no size and no drafting has become dearer than the others."""
+    m = CostModel(table())
+
+    def shape() -> list[float]:
+        return [m.row_ms(8, 64) / m.row_ms(1, 64), m.draft_ms(2, 3) / m.row_ms(1, 64)]
+
+    before = shape()
+    for step in range(80):
+        pace = 2.0 if step >= 40 else 1.0
+        m.observe(1, m.price(1, 64, 0, 0), 5.0 * pace)
+    assert shape() == pytest.approx(before, rel=0.06) and m.row_ms(1, 64) > 8.0
+    assert m.noise < 0.1
+
+
+def test_what_a_first_drafting_pass_catches_up_with_is_its_own_price() -> None:
+    """Context rows that wait are written when a request begins to draft; drafting on costs what it did."""
+    m = CostModel(table())
+    before = m.draft_ms(1, 3)
+    for _ in range(60):
+        for _ in range(8):
+            m.observe(1, m.price(1, 64, 0, 0), 5.0)
+        m.observe(1, m.price(1, 64, 1, 3), 5.0 + before + 2.0, 1, 3, entered=1)
+        m.observe(1, m.price(1, 64, 1, 3), 5.0 + before, 1, 3)
+    assert m.entry_ms == pytest.approx(2.0, rel=0.25) and m.draft_ms(1, 3) == pytest.approx(before, rel=0.15)
+
+
+def test_steps_with_prompts_say_nothing_of_the_pace() -> None:
+    m = CostModel(table())
+    for _ in range(20):
+        m.observe(1, m.price(1, 64, 0, 0), 5.0)
+        m.observe(8, m.price(8, 64, 0, 0), 30.0, prompt_rows=7)
+    assert abs(m.pace) < 0.15 and m.noise < 0.06
+
+
 def test_tables_travel_only_to_where_they_belong(tmp_path: object) -> None:
     file = f"{tmp_path}/cost.json"
     table().save(file)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
 from firesteel.speculation.ledger import APART, BURST, HEALS, SETTLED, Ledger
@@ -46,12 +49,40 @@ def test_prices_that_are_wrong_for_both_are_no_reason() -> None:
     assert books.trust == 1.0, "faster than promised: no more than the promise"
 
 
+def test_a_machine_that_was_slow_while_drafts_were_made_is_no_reason() -> None:
+    books = Ledger()
+    for _ in range(20):  # the pace changes inside the stretches, not between them
+        for plain in (False, True):
+            for step in range(200):
+                books.note(plain, 1.0, 1.5 if plain == (step < 40) else 1.0)
+    assert books.trust > 0.97
+
+
+def test_noise_is_no_reason_and_what_it_hides_is_found() -> None:
+    draw, even, dearer = random.Random(1), Ledger(), Ledger()
+    for _ in range(60):
+        for kind in (False, True):
+            for _ in range(16):
+                slow = math.exp(draw.gauss(0.0, 0.1))
+                even.note(kind, 1.0, slow)
+                dearer.note(kind, 1.0, slow * (1.0 if kind else 1.2))
+    assert even.trust > 0.97 and dearer.trust < 0.9
+
+
+def test_a_promise_within_its_doubt_is_tested_soon() -> None:
+    sure, unsure = Ledger(), Ledger()
+    for _ in range(10 * BURST):
+        sure.burst(1.5, 0.02)
+        unsure.burst(1.05, 0.1)
+    assert sure.bursts == 0 and unsure.bursts >= 3
+
+
 def test_steps_with_prompts_interrupt() -> None:
     books = Ledger()
     for _ in range(100):
         books.note(True, 1.0, 1.0)
         books.interrupt()
-    assert books.plain.count == 0 and books.drafted.count == 0
+    assert books.pairs.count == 0
 
 
 def test_distrust_heals_while_nothing_drafts() -> None:

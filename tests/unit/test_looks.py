@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from firesteel.speculation.adaptive import Adaptive
+from firesteel.speculation.adaptive import UNSURE, Adaptive
 from firesteel.speculation.book import SHRINK
 from firesteel.speculation.budget import DraftPlan
 from firesteel.speculation.cost import CostModel, CostTable
@@ -60,3 +60,23 @@ def test_a_look_is_learned_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_requests_that_are_alike_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(run(policy(SHRINK, monkeypatch), [1, 2], 400))
+
+
+def test_a_gain_within_its_doubt_is_tried_once_and_then_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest of many noisy gains is mostly noise: it needs what it may lose put by, or to be surely real."""
+    made = policy(SHRINK, monkeypatch)
+    made.cost.noise = 0.2
+    monkeypatch.setattr(made, "_search", lambda *_: DraftPlan(GAMMA, 1, 1.1, 1.0))
+    asked, load = [Candidate(1, 0, GAMMA)], Load(1, 1.0, 64.0, 32)
+    made.book.take([1] * 32, np.ones(32, dtype=np.int64), np.full(32, GAMMA), *np.full((2, 32, GAMMA), 2.0))
+    made._replan(asked, asked, load)
+    assert made._plan is not None and made._plan.pays, "the first trial is free"
+    made._paid = False
+    made._replan(asked, asked, load)
+    assert not made._plan.pays and made._refused == UNSURE
+    made.cost.noise = 0.01
+    made._replan(asked, asked, load)
+    assert made._plan.pays
+    made.cost.noise = 0.2
+    made._replan(asked, asked, load)
+    assert made._plan.pays, "who drafts goes on while it pays"

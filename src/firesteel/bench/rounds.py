@@ -30,6 +30,7 @@ class Plan:
 
     concurrency: tuple[int, ...] = (64, 32, 16, 8, 4, 2, 1)
     arms: str = "none,1,3,5,7,adaptive"
+    drafts: int | None = None  # that the adaptive arm may make at most; None: as the widest fixed arm
     rounds: int = 8
     requests: int | None = None  # of one round; None: 3 x concurrency, at least 24
     waves: int | None = None  # the same as a multiple of the concurrency
@@ -88,7 +89,7 @@ class Sweep:
 
     def __init__(self, model: str | None, requests: RequestSet, plan: Plan):
         self.requests, self.plan = requests, plan
-        self.arms = parse_arms(plan.arms)
+        self.arms = parse_arms(plan.arms, plan.drafts)
         most = max(plan.concurrency)
         spec: dict[str, Any] = {"acceptance": plan.acceptance}
         if plan.simulated is not None:

@@ -145,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
         "--concurrency", default="64,32,16,8,4,2,1", help="requests at once, run in descending order"
     )
     p.add_argument("--arms", default="none,1,3,5,7,adaptive")
+    p.add_argument(
+        "--drafts",
+        type=int,
+        default=None,
+        help="of the adaptive arm at most (default: as the widest fixed arm)",
+    )
     p.add_argument("--rounds", type=int, default=8)
     p.add_argument(
         "--requests-per-round",
@@ -209,6 +215,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(
         concurrency=integers("--concurrency", args.concurrency),
         arms=args.arms,
+        drafts=args.drafts,
         rounds=args.rounds,
         requests=None if waves else count,
         waves=count if waves else None,
@@ -256,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.freeze:
             requests.freeze(args.freeze)
         pinned = None if args.pin == "none" else pin(None if args.pin == "auto" else int(args.pin))
-        arms = parse_arms(plan.arms)
+        arms = parse_arms(plan.arms, plan.drafts)
         total = len(set(plan.concurrency)) * len(arms) * (plan.rounds + plan.warmups) + 1
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

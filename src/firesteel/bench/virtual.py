@@ -264,6 +264,14 @@ SCENES: dict[str, SimulatedAcceptance] = {
     "measured": SimulatedAcceptance(),  # rates of a trained drafter
     "mixed": SimulatedAcceptance(spread=1.0),  # requests differ
     "phases": SimulatedAcceptance(trace=(*[(0.95,)] * 24, *[(0.45,)] * 12)),  # easy and hard passages
+    # the bundled model's own at T=1 and K=7 (bench/results/acceptance.json): arithmetic, code, prose
+    "domains": SimulatedAcceptance(
+        trace=(
+            *[(0.99,) * 7] * 48,
+            *[(0.53, 0.48, 0.51, 0.53, 0.45, 0.45, 0.45)] * 48,
+            *[(0.45, 0.44, 0.43, 0.36, 0.4, 0.4, 0.4)] * 48,
+        )
+    ),
     "poor": SimulatedAcceptance(rates=(0.35, 0.25, 0.2)),
     "never": SimulatedAcceptance(rates=(0.0,)),
     "nearly always": SimulatedAcceptance(rates=(0.99,)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from firesteel.engine.runner import Runner
 from firesteel.speculation.cost import CostTable, from_samples
 
 REPEATS = 3
+TURNS, SMALL_STEP = 6, 64  # on a CPU, and up to how many rows; larger steps are long enough for fewer
 HEAD_START = 3_000_000  # device cycles, above 1.5 ms: what the host needs to queue a recorded step, and more
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
@@ -55,6 +57,7 @@ class Profiler:
         self.max_rows = max_rows
         self._gen = torch.Generator().manual_seed(0)
         self.slots: list[int] = []
+        self._usual: list[float] = []  # what a step of this machine usually takes over the fastest alike
 
     def run(self, progress: Callable[[str], None] = lambda _: None) -> CostTable:
         """All measurements; the engine is idle again afterwards.
@@ -76,9 +79,7 @@ class Profiler:
         for context in reversed(contexts):  # drafting is priced at the longest that so many requests fit in
             self._occupy(context)
             try:
-                for rows in self._grid():
-                    progress(f"profile: {rows} rows at context {context}")
-                    steps.append((rows, context, self._step(rows, context)))
+                steps += [(rows, context, ms) for rows, ms in self._steps(context, progress)]
                 if self.runner.drafter is not None:
                     drafts += self._drafts(context, max((n for n, _, _ in drafts), default=0), progress)
             finally:
@@ -86,6 +87,9 @@ class Profiler:
         staircase = (
             self.runner.graphs is not None
         )  # a step between two recorded sizes is padded to the larger
+        usual = statistics.median(self._usual) if self._usual else 1.0
+        steps = [(rows, context, usual * ms) for rows, context, ms in steps]
+        drafts = [(n, width, usual * ms) for n, width, ms in drafts]
         return from_samples(fingerprint(self.runner, self.gamma), steps, drafts, staircase)
 
     def _grid(self) -> list[int]:
@@ -127,17 +131,29 @@ class Profiler:
             torch.cuda._sleep(HEAD_START)  # the device is busy until all of the step is queued
         return self.runner.launch(plan).read().ms
 
-    def _time(self, plan: StepPlan, context: int) -> float:
-        """Median milliseconds; the first run warms up."""
-        return statistics.median([self._once(plan, context) for _ in range(REPEATS + 1)][1:])
+    def _steps(self, context: int, progress: Callable[[str], None]) -> list[tuple[int, float]]:
+        """(rows, milliseconds) of verify steps; the first run of each warms up.
 
-    def _surplus(self, plan: StepPlan, less: StepPlan, context: int) -> float:
-        """What ``plan`` takes longer than ``less``: in turns, and of each the fastest.
-
-        The difference is small against what other programs on the machine add to a step.
+        On a CPU the sizes run in turns and of each the fastest counts, as for drafting: what other programs
+        add for a while would make one size dear, or steps dear and drafting cheap. What they usually add
+        is put on all prices alike.
         """
-        times = [(self._once(plan, context), self._once(less, context)) for _ in range(REPEATS + 2)][1:]
-        return max(min(t for t, _ in times) - min(t for _, t in times), 1e-3)
+        plans = {rows: self._verify(rows, context) for rows in self._grid()}
+        times: dict[int, list[float]] = {rows: [] for rows in plans}
+        if self.runner.device.type != "cpu":
+            for rows, plan in plans.items():
+                progress(f"profile: {rows} rows at context {context}")
+                times[rows] = [self._once(plan, context) for _ in range(REPEATS + 1)][1:]
+            return [(rows, statistics.median(ms)) for rows, ms in times.items()]
+        for turn in range(TURNS + 1):
+            progress(f"profile: turn {turn + 1} of {TURNS + 1} at context {context}")
+            for rows, plan in plans.items():
+                if rows <= SMALL_STEP or turn <= REPEATS:
+                    times[rows].append(self._once(plan, context))
+        self._usual.append(
+            statistics.median(statistics.median(ms[1:]) / min(ms[1:]) for ms in times.values())
+        )
+        return [(rows, min(ms[1:])) for rows, ms in times.items()]
 
     def _plan(self, requests: int, drafts: int, width: int, drafting: int, context: int) -> StepPlan:
         decodes = tuple(Decode(-1 - i, slot) for i, slot in enumerate(self.slots[:requests]))
@@ -152,22 +168,30 @@ class Profiler:
             draft_depth=self.gamma if drafts else 0,
         )
 
-    def _step(self, rows: int, context: int) -> float:
+    def _verify(self, rows: int, context: int) -> StepPlan:
         """A verify step: half-wide groups, as a binding budget makes them."""
         requests = min(len(self.slots), max(1, round(rows / (1 + self.gamma / 2))), rows)
         requests = max(requests, -(-rows // (1 + self.gamma)))
-        return self._time(self._plan(requests, rows - requests, 0, 0, context), context)
+        return self._plan(requests, rows - requests, 0, 0, context)
 
     def _drafts(
         self, context: int, done: int, progress: Callable[[str], None]
     ) -> list[tuple[int, int, float]]:
-        """Price of a drafting pass for more than ``done`` requests: a step with it less the same step without."""
-        out = []
+        """Price of a drafting pass for more than ``done`` requests: a step with it less the same step without.
+
+        In turns, and of each the fastest; the first run of each warms up.
+        """
         graphs, most = self.runner.graphs, len(self.slots)
         counts = [n for n in (ROWS if graphs is None else graphs.plan.requests) if n < most] + [most]
-        for n in (n for n in counts if n > done):
-            base = self._plan(n, 0, 0, 0, context)
-            for width in sorted({1, (self.gamma + 1) // 2, self.gamma}):
-                progress(f"profile: drafting {width} for {n} requests")
-                out.append((n, width, self._surplus(self._plan(n, 0, width, n, context), base, context)))
-        return out
+        widths = (0, *sorted({1, (self.gamma + 1) // 2, self.gamma}))  # 0: without
+        plans = {
+            (n, w): self._plan(n, 0, w, n if w else 0, context) for n in counts if n > done for w in widths
+        }
+        best = dict.fromkeys(plans, math.inf)
+        for turn in range(TURNS):  # the difference is small against what other programs add to a step
+            progress(f"profile: drafting, turn {turn + 1} of {TURNS} at context {context}")
+            for (n, w), plan in plans.items():
+                if n * max(w, 1) <= SMALL_STEP or turn <= REPEATS:
+                    ms = self._once(plan, context)
+                    best[n, w] = min(best[n, w], ms) if turn else math.inf
+        return [(n, w, max(ms - best[n, 0], 1e-3)) for (n, w), ms in best.items() if w]

@@ -456,7 +456,14 @@ class Scheduler:
         self.policy.learn(
             proposed,
             [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
-            Timing(plan.rows, plan.predicted_ms, result.ms, len(plan.drafting), plan.draft_width),
+            Timing(
+                plan.rows,
+                plan.predicted_ms,
+                result.ms,
+                len(plan.drafting),
+                plan.draft_width,
+                prompt_rows=plan.prompt_rows,
+            ),
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -39,14 +39,23 @@ from firesteel.speculation.cost import CostModel
 from firesteel.speculation.ledger import Ledger
 from firesteel.speculation.lessons import LONE, Lessons
 from firesteel.speculation.survival import Calibrator, Coefficients
-from firesteel.speculation.terms import Candidate, Drafting, Load, Proposed, Timing, Verified
+from firesteel.speculation.terms import Candidate, DraftBlocks, Drafting, Load, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
 
 Floats = NDArray[np.float64]
+_NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
+RESTS = (
+    64  # the same while drafting does not pay: what is new comes from looks and probes, which bring a plan
+)
 ALL_WIDTHS = 8  # K up to which every width is tried
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
+UNSURE = "drafting may pay, but by less than prices are off here"
+SPREAD = 16  # steps that pay for what a request catches up with when it begins to draft
+DARING = 0.005  # share of the step time that is put by for trials of what may pay
+PER_PAIR = 6.0  # steps that a compared pair of stretches stands for
+USUAL_RATE = 1.0 / 16  # weight of a plain step in what they usually take over their price
 TRIAL = 4  # requests that draft while nothing is known of the drafter
 
 
@@ -86,7 +95,13 @@ class Adaptive:
         self._hope = HOPE_FIRST  # how much of ``look_share`` is spent
         self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
         self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
-        self.ledger, self._overrated = Ledger(), False  # whether the last plan paid by its promise only
+        self.ledger, self._refused = Ledger(), IDLE  # why the last plan does not draft
+        self._paid, self._purse = False, math.inf  # whether the last plan drafts; ms put by for a trial
+        self._usual, self._explored = (
+            0.0,
+            False,
+        )  # log of spent over priced of plain steps; by a look, not a probe
+        self._drew = frozenset[int]()  # who drafted in the step that was committed last
         # what was asked last, and until which credit for probes and for looks
         self._answer: tuple[object, Drafting, float, float] | None = None
         self._idle: tuple[list[int], int] = ([], 0)  # requests that did not draft, for how many steps
@@ -100,6 +115,9 @@ class Adaptive:
             drafts = [c.ready for c in candidates if c.ready]
             if drafts and all(c.request_id in self._probing for c in candidates if c.ready):
                 return replace(fixed(drafts, load.room), reason="probe: drafting did not pay")
+        if not any(c.ready for c in candidates) and not self.book.wishes:
+            ms = self.cost.row_ms(load.rows, load.context)
+            return Budget(0, self._value(candidates), ms, "no drafts to verify")
         known = (candidates, load.rows, load.room, load.context // 128)
         if self._decided is not None and self._decided[0] == known and not self.book.wishes:
             return self._decided[1]
@@ -156,14 +174,15 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
-        if self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise):
+        if self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise, self._doubt):
             self._answer = None
             self._earn()
             return Drafting(frozenset(), 0, "a few plain steps, to compare")
         if self._answer is not None and self._age < self._period:
             asked, answer, price, look = self._answer
             poor = self._credit < price and self._looks < look
-            if poor and asked == (candidates, self._plan) and not self.book.wishes:
+            same = asked == (candidates, self._plan)
+            if poor and same and not self.book.wishes:
                 self._earn()
                 if not answer.request_ids:
                     self._idle = self._idle[0], self._idle[1] + 1
@@ -187,9 +206,14 @@ class Adaptive:
             self._rest([c.request_id for c in able])
             answer = self._probe(able, load)
             if not answer.request_ids:
-                price = self.cost.draft_ms(1, self._probe_width)
+                price = self._probe_price(load)
                 curious = self.book.shrink < SHRINK and bool(self._new(able))
-                self._answer = (candidates, plan), answer, price, price if curious else math.inf
+                self._answer = (
+                    (len(candidates), plan),
+                    answer,
+                    price,
+                    self._look_price(1) if curious else math.inf,
+                )
             return answer
         answer = self._draft(able, plan)
         if len(answer.request_ids) == len(able):
@@ -203,23 +227,43 @@ class Adaptive:
         plan = self._plan
         return plan.rate / plan.plain_rate if plan is not None and plan.pays and plan.plain_rate > 0 else 1.0
 
+    @property
+    def _doubt(self) -> float:
+        """Relative standard error of what stretches with drafts cost against plain ones."""
+        return self.cost.noise / math.sqrt(1.0 + PER_PAIR * self.ledger.pairs.count)
+
     def account(self, comparable: bool, plain: bool, priced_ms: float, spent_ms: float) -> None:
         """What a committed step was priced at and took, planning included; ``comparable``: no prompt in it."""
-        if comparable and priced_ms > 0.0 and 0.0 < spent_ms < math.inf:
-            self.ledger.note(plain, priced_ms, spent_ms)
-        else:
+        if not (comparable and priced_ms > 0.0 and 0.0 < spent_ms < math.inf):
             self.ledger.interrupt()
+            return
+        self.ledger.note(plain, priced_ms, spent_ms)
+        if plain:
+            self._usual += USUAL_RATE * (math.log(spent_ms / priced_ms) - self._usual)
+        elif not self._paid:
+            over = min(max(spent_ms * math.exp(-self._usual) - priced_ms, -priced_ms), priced_ms)
+            if self._explored:
+                self._looks -= over
+            else:
+                self._credit -= over
 
     def _drifted(self, able: list[Candidate]) -> bool:
         """Whether the plan was made for others: so few requests that each counts, or another number of them."""
+        off = abs(len(able) - self._planned_for)
+        if not self._paid and self._plan is not None and min(len(able), self._planned_for) > 1:
+            return off > max(
+                self._planned_for // 4, 1
+            )  # requests come and go, and what did not pay still does not
         if len(able) <= LONE:
             return 2 * self._age >= len(able) and [c.request_id for c in able] != self._planned_ids
-        return abs(len(able) - self._planned_for) > self._planned_for // 8
+        return off > self._planned_for // 8
 
     def _earn(self) -> None:
         """Each step earns its share for probes and looks."""
         self._credit += self.probe_share * self._here
         self._looks += self.look_share * self._hope * self._here
+        if not self._paid:
+            self._purse += DARING * self._here
 
     def _draft(self, able: list[Candidate], plan: DraftPlan) -> Drafting:
         """Who drafts by a plan that pays, and how wide."""
@@ -267,17 +311,31 @@ class Adaptive:
         self._tell_rest()
         old, drift = self._plan, len(able) != self._planned_for
         plan = self._search(candidates, able, load)
-        self._overrated = plan.pays and plan.rate * self.ledger.trust <= plan.plain_rate
-        if self._overrated:
-            plan = DraftPlan(0, 0, plan.plain_rate, plan.plain_rate)
+        self._refused = IDLE
+        if plan.pays:
+            trusted = plan.rate * self.ledger.trust
+            if trusted <= plan.plain_rate:
+                self._refused = OVERRATED
+            elif not self._paid and trusted <= plan.plain_rate * (1.0 + self._doubt) and not self._dare():
+                self._refused = UNSURE  # who drafts already goes on while it pays at all
+            if self._refused is not IDLE:
+                plan = DraftPlan(0, 0, plan.plain_rate, plan.plain_rate)
+        rests, self._paid = not (self._paid or plan.pays), plan.pays
         same = old is not None and (plan.width, plan.requests) == (old.width, old.requests) and not drift
         if plan.pays:
             self._hope = 1.0
-        self._period = min(2 * self._period, PERIODS) if same else PERIOD
+        self._period = min(2 * self._period, PERIODS if plan.pays else RESTS) if same or rests else PERIOD
         self._plan, self._decided = plan, None
         self._here = self.cost.row_ms(load.rows, load.context)
         self._age, self._planned_for = 0, len(able)
         self._planned_ids = [c.request_id for c in able] if len(able) <= LONE else []
+
+    def _dare(self) -> bool:
+        """Whether to draft for a while though it may not pay: what that loses at most has been put by."""
+        if self._purse < self._doubt * PERIOD * self._here:
+            return False
+        self._purse = 0.0
+        return True
 
     def _search(self, candidates: Sequence[Candidate], able: Sequence[Candidate], load: Load) -> DraftPlan:
         """Plan of a step that runs anchors and drafts only: prompts are paid for whatever is decided."""
@@ -287,13 +345,22 @@ class Adaptive:
             gains = self._gains_of_one(able[0]._replace(ready=able[0].cap))
             most = min(self.widths[-1], len(gains), room)
             prices = [self.cost.row_ms(base + b, load.context) for b in range(most + 1)]
-            return width_of_one(gains, True, value, prices, self.cost.draft_ms, self.widths)
+            return width_of_one(gains, True, value, prices, self._draft_price, self.widths)
         cases = self.book.scenarios(able) * self.book.weights(able)[:, None]
         usual = cases.mean(0).sum(1)
         order = sorted(range(len(able)), key=lambda i: (-usual[i], able[i].request_id))
         return choose_width(
-            cases[:, order], base, value, self._prices(load), self.cost.draft_ms, self.widths, room
+            cases[:, order], base, value, self._prices(load), self._draft_price, self.widths, room
         )
+
+    def _draft_price(self, requests: int, width: int) -> float:
+        """Of a drafting pass in a plan; who begins has to catch up first."""
+        entry = 0.0 if self._paid else max(self.cost.entry_ms, 0.0) * requests / SPREAD
+        return self.cost.draft_ms(requests, width) + entry
+
+    def _look_price(self, requests: int) -> float:
+        """Of a drafting pass of requests that have not drafted lately."""
+        return self.cost.draft_ms(requests, self._probe_width) + max(self.cost.entry_ms, 0.0) * requests
 
     def _first_look(self, able: list[Candidate]) -> Drafting:
         """Nothing has been seen, but the calibration can tell by signals: one pass shows what to think."""
@@ -309,15 +376,16 @@ class Adaptive:
         and the less often the more looks have found nothing.
         """
         width = self._probe_width
-        if self.book.shrink >= SHRINK or self._looks < self.cost.draft_ms(1, width):
+        if self.book.shrink >= SHRINK or self._looks < self._look_price(1):
             return None
         new = self._new(able)
         count = len(new)
-        while count and self.cost.draft_ms(count, width) > self._looks:
+        while count and self._look_price(count) > self._looks:
             count //= 2
         if not count:
             return None
-        self._looks -= self.cost.draft_ms(count, width)
+        self._looks -= self._look_price(count)
+        self._explored = True
         self._looking = frozenset(new[:count])
         self._looked |= self._looking
         self._hope = max(self._hope * HOPE, LEAST_HOPE)
@@ -329,17 +397,19 @@ class Adaptive:
 
     def _probe(self, able: list[Candidate], load: Load) -> Drafting:
         """One request drafts and verifies, as often as its price stays within ``probe_share`` of the step time."""
-        width = self._probe_width
-        if self._credit < self.cost.draft_ms(1, width):
-            return Drafting(frozenset(), 0, OVERRATED if self._overrated else IDLE)
-        here, more = (self.cost.row_ms(load.rows + n, load.context) for n in (0, width))
-        price = more - here + self.cost.draft_ms(1, width)
+        price = self._probe_price(load)
         if self._credit < price:
-            return Drafting(frozenset(), 0, OVERRATED if self._overrated else IDLE)
+            return Drafting(frozenset(), 0, self._refused)
         self._credit -= price
+        self._explored = False
         self._turn, self.probes = self._turn + 1, self.probes + 1
         self._probing = frozenset({able[self._turn % len(able)].request_id})
-        return Drafting(self._probing, width, "probe: drafting did not pay")
+        return Drafting(self._probing, self._probe_width, "probe: drafting did not pay")
+
+    def _probe_price(self, load: Load) -> float:
+        """Of drafts for one request, and of verifying them."""
+        here, more = (self.cost.row_ms(load.rows + n, load.context) for n in (0, self._probe_width))
+        return more - here + self._look_price(1)
 
     def _look_deeper(self, requests: int, width: int, why: str) -> tuple[int, str]:
         """All K drafts now and then: what deeper ones are worth is known only if they are made."""
@@ -368,8 +438,12 @@ class Adaptive:
     # ---- learning -------------------------------------------------------------------
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
         """Steps wait until what they tell is worth the time."""
+        drew = frozenset(DraftBlocks.of(proposed).request_ids) if proposed else _NOBODY
+        if drew:
+            timing = timing._replace(entered=len(drew - self._drew))
+        self._drew = drew
         ripe = self.lessons.hear((proposed, verified, timing))
-        if self._looking and any(p.request_id in self._looking for p in proposed):
+        if self._looking and not self._looking.isdisjoint(drew):
             self._looking, self._plan = frozenset(), None
             self._digest(whole=True)
         elif ripe:

@@ -6,6 +6,12 @@
 It is a staircase where graphs have buckets and piecewise linear where they do
 not. Drafting has its own table by (requests, width). The online correction is
 a slow average of measured over predicted time, so a wrong table heals.
+
+A machine that is shared, or gets hot, is slower at times, all sizes alike. So
+each step is first held against the pace of those just before it: what they
+have in common moves all prices together, which changes no decision, and only
+what is left says anything about one size against another or about drafting.
+How much is left from step to step (``noise``) tells how far prices can be trusted.
 """
 
 from __future__ import annotations
@@ -27,6 +33,9 @@ EARLY = 0.2  # the same while a size has hardly been measured
 SPIKE = 2.0  # a price this far outside of what its neighbours say was mismeasured
 TOGETHER, ALONE = 32, 16  # steps that are learned from at once, and first ones that are not
 NEWS = 1.0  # sum of their log ratios that does not wait
+PACE = 0.125  # weight of one step in the pace
+CALM = 0.02  # weight of one step in the noise
+CLIP = 0.7  # log ratio from which on a step is an accident
 LEAST_DRAFT = 0.02  # a drafting pass costs at least this share of the smallest step for its requests
 DEPARTS = 1.3  # a step this far from its prediction is reported
 
@@ -123,9 +132,13 @@ class CostModel:
 
     table: CostTable
     draft_correction: float = 1.0
+    scale: float = 1.0  # of all prices
     departures: int = 0
     measured: int = 0
     spikes: tuple[int, ...] = ()  # sizes whose price was out of line
+    pace: float = 0.0  # log of measured over predicted, lately
+    noise: float = 0.05  # how far single steps are from that: standard deviation, robust
+    entry_ms: float = 0.0  # what a request's first drafting pass after steps without costs more than another
 
     def __post_init__(self) -> None:
         self._rows = np.array(self.table.rows, dtype=np.float64)
@@ -139,7 +152,11 @@ class CostModel:
         self.corrections = [1.0] * len(self._sizes)
         self._array: Floats | None = None  # of ``_corrected``
         self._counts = [0.0] * len(self._sizes)  # measurements near each size
-        self._waiting: dict[int, tuple[int, float]] = {}  # rows -> steps not learned from, sum of log ratios
+        self._waiting: dict[
+            int, tuple[int, float]
+        ] = {}  # rows -> steps not learned from, sum of log ratios to the pace
+        self._alike = 0  # steps without prompts
+        self._common, self._commons = 0.0, 0  # sum of the log ratios of those that wait, and how many
         self._news, self._unlearned = 0.0, 0  # absolute log ratios of those, and how many
         self._drafted = 0  # steps that told what drafting costs
         self._widths = sorted(self.table.draft)
@@ -189,7 +206,7 @@ class CostModel:
         """Predicted milliseconds of a drafting pass."""
         if requests == 0 or width == 0 or not self.table.draft:
             return 0.0
-        return self._draft_base(requests, width) * self.draft_correction
+        return self._draft_base(requests, width) * self.draft_correction * self.scale
 
     def _draft_base(self, requests: int, width: int) -> float:
         """Milliseconds of a drafting pass by the table."""
@@ -210,35 +227,51 @@ class CostModel:
         return (self.row_ms(rows, context) if rows else 0.0) + self.draft_ms(requests, width)
 
     def observe(
-        self, rows: int, predicted_ms: float, measured_ms: float, drafting: int = 0, width: int = 0
+        self,
+        rows: int,
+        predicted_ms: float,
+        measured_ms: float,
+        drafting: int = 0,
+        width: int = 0,
+        entered: int = 0,
+        prompt_rows: int = 0,
     ) -> bool:
-        """Learn from a whole step, in which ``drafting`` requests drafted ``width``.
+        """Learn from a whole step, in which ``drafting`` requests drafted ``width``, ``entered`` of them anew.
 
+        A step with prompts tells what its size costs and nothing else: it is not like those around it.
         True if it departed from its prediction by more than 1.3x.
         """
         if rows <= 0 or not (0 < measured_ms < math.inf and 0 < predicted_ms < math.inf):
             return False
         self.measured += 1
-        ratio = min(max(measured_ms / predicted_ms, 0.2), 5.0)
-        log = math.log(ratio)
-        steps, logs = self._waiting.get(rows, (0, 0.0))
-        self._waiting[rows] = steps + 1, logs + log
+        log = math.log(min(max(measured_ms / predicted_ms, 0.2), 5.0))
+        own = min(max(log - self.pace, -CLIP), CLIP) if self._alike else 0.0
+        if not prompt_rows:
+            self._alike += 1
+            self.pace += max(PACE, 1.0 / self._alike) * (log - self.pace)
+            # 1.25 mean deviations are a standard deviation; spikes count less than their squares
+            self.noise += max(CALM, 1.0 / (4.0 + self._alike)) * (1.25 * abs(own) - self.noise)
+            self._common, self._commons = self._common + log, self._commons + 1
         self._news, self._unlearned = self._news + abs(log), self._unlearned + 1
+        steps, logs = self._waiting.get(rows, (0, 0.0))
+        self._waiting[rows] = steps + 1, logs + (0.0 if 2 * entered > drafting else own)
         if self._unlearned >= TOGETHER or self._news >= NEWS or self.measured <= ALONE:
             self._learn()
-        if drafting and width and self.table.draft:
-            self._learn_draft(measured_ms - predicted_ms, drafting, width)
-        else:
-            self.draft_correction = min(max(self.draft_correction * ratio ** (RATE / 2), 0.02), 50.0)
+        if drafting and width and self.table.draft and not prompt_rows:
+            self._learn_draft(predicted_ms * math.expm1(own), drafting, width, entered)
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed
         return departed
 
     def _learn(self) -> None:
-        """Steps that wait move the prices of their size and, by the ratio of the sizes, of others."""
+        """Steps that wait move all prices by what they have in common, and those of their size by what is left."""
         waiting = [(rows + 1.0, steps, logs) for rows, (steps, logs) in self._waiting.items()]
+        if self._commons:
+            rate = max(RATE, EARLY / (1.0 + self.measured / 8.0))
+            common = self._common / self._commons * -math.expm1(-self._commons * rate)
+            self.scale = min(max(self.scale * math.exp(common), 0.02), 50.0)
         self._waiting.clear()
-        self._news, self._unlearned, self._array = 0.0, 0, None
+        self._common, self._commons, self._news, self._unlearned, self._array = 0.0, 0, 0.0, 0, None
         for i, size in enumerate(self._sizes):
             weight = moved = 0.0
             for rows, steps, logs in waiting:
@@ -250,13 +283,19 @@ class CostModel:
             # as if one by one: each would have been predicted by what the ones before had taught
             shift = moved / weight * -math.expm1(-weight * rate)
             self.corrections[i] = min(max(self.corrections[i] * math.exp(shift), 0.02), 50.0)
-            self._corrected[i] = self._base[i] * self.corrections[i]
+            self._corrected[i] = self._base[i] * self.corrections[i] * self.scale
 
-    def _learn_draft(self, surplus_ms: float, drafting: int, width: int) -> None:
-        """What a step with drafting took too long, its drafting may have; steps without tell which it was."""
-        base, now = self._draft_base(drafting, width), self.draft_correction
+    def _learn_draft(self, surplus_ms: float, drafting: int, width: int, entered: int) -> None:
+        """What a step with drafting took too long, its drafting may have; steps without tell which it was.
+
+        Where requests have just begun to draft, what they caught up with took it.
+        """
         rate = max(RATE, EARLY / (1.0 + self._drafted / 8.0))
         self._drafted += 1
+        if 2 * entered > drafting:
+            self.entry_ms += rate * (surplus_ms / entered - self.entry_ms)
+            return
+        base, now = self._draft_base(drafting, width) * self.scale, self.draft_correction
         found = min(max(now + surplus_ms / base, now / 3.0), now * 3.0)
         self.draft_correction = min(max(now + rate * (found - now), 0.02), 50.0)
 

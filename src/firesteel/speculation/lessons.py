@@ -21,6 +21,7 @@ from firesteel.speculation.terms import DraftBlocks, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
 
 Step = tuple[Sequence[Proposed], Sequence[Verified], Timing]
+QUIET = 32  # steps that are learned from at once while nobody drafts
 BATCH = 8  # steps, and blocks at least, that are learned from at once
 EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
@@ -99,7 +100,7 @@ class Lessons:
     def _wait(self) -> int:
         """Steps from one digest to the next: what is new says much at first and little later."""
         if self._few:
-            return min(self._due, BATCH if self._requests > 1 else PATIENCE) if self._blocks else PATIENCE
+            return min(self._due, BATCH if self._requests > 1 else PATIENCE) if self._blocks else QUIET
         return min(1 + self._digests // EAGER, BATCH) if self._blocks >= BATCH else BATCH
 
     @property

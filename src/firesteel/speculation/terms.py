@@ -130,6 +130,8 @@ class Timing(NamedTuple):
     measured_ms: float
     drafting: int = 0  # requests that drafted in it, each ``width``
     width: int = 0
+    entered: int = 0  # of those that had not drafted in the step before
+    prompt_rows: int = 0
 
 
 class Policy(Protocol):
