@@ -33,8 +33,8 @@ def record(target: Target, tokens: list[int]) -> list[Halves]:
     calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in OPS}
 
     def watch(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            calls[name].append((args, plain(*args)))
+        def watched(*args: Any, **how: Any) -> Any:
+            calls[name].append((args, plain(*args, **how)))
             return calls[name][-1][1]
 
         return watched
