@@ -453,17 +453,11 @@ class Scheduler:
             kinds = [int(self._by_id[i].params.temperature > 0) for i in ids]
             proposed = DraftBlocks(ids, kinds, said.head, said.margin, said.survival)
         groups = result.groups if plan.budget.drafts or self._paced else ()
+        drafted = len(plan.drafting), plan.draft_width
         self.policy.learn(
             proposed,
             [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
-            Timing(
-                plan.rows,
-                plan.predicted_ms,
-                result.ms,
-                len(plan.drafting),
-                plan.draft_width,
-                prompt_rows=plan.prompt_rows,
-            ),
+            Timing(plan.rows, plan.predicted_ms, result.ms, *drafted, prompt_rows=plan.prompt_rows),
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -45,9 +45,7 @@ from firesteel.speculation.watch import Watch
 Floats = NDArray[np.float64]
 _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
-RESTS = (
-    64  # the same while drafting does not pay: what is new comes from looks and probes, which bring a plan
-)
+RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 ALL_WIDTHS = 8  # K up to which every width is tried
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -97,10 +95,8 @@ class Adaptive:
         self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
         self.ledger, self._refused = Ledger(), IDLE  # why the last plan does not draft
         self._paid, self._purse = False, math.inf  # whether the last plan drafts; ms put by for a trial
-        self._usual, self._explored = (
-            0.0,
-            False,
-        )  # log of spent over priced of plain steps; by a look, not a probe
+        self._usual = 0.0  # log of spent over priced of plain steps
+        self._explored = False  # the last exploration was a look, not a probe
         self._drew = frozenset[int]()  # who drafted in the step that was committed last
         # what was asked last, and until which credit for probes and for looks
         self._answer: tuple[object, Drafting, float, float] | None = None
@@ -208,12 +204,8 @@ class Adaptive:
             if not answer.request_ids:
                 price = self._probe_price(load)
                 curious = self.book.shrink < SHRINK and bool(self._new(able))
-                self._answer = (
-                    (len(candidates), plan),
-                    answer,
-                    price,
-                    self._look_price(1) if curious else math.inf,
-                )
+                look = self._look_price(1) if curious else math.inf
+                self._answer = (candidates, plan), answer, price, look
             return answer
         answer = self._draft(able, plan)
         if len(answer.request_ids) == len(able):
