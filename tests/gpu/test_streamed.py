@@ -1,4 +1,4 @@
-"""The streamed form of the experts' products has the bits of the plain one, whatever the tile and the rows."""
+"""The streamed and fed forms of the experts' products have the bits of the plain one, whatever tile and rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the 'gpu' extra is not installed")
 
-from firesteel.ops.triton import folded, fp4, launch, moe, streamed, why_not
+from firesteel.ops.triton import fed, folded, fp4, launch, moe, streamed, why_not
 from firesteel.ops.triton.folded import Part, Shape
 from firesteel.ops.triton.linear import Scratch, quantise
 
@@ -61,6 +61,9 @@ def test_streamed_products_have_the_bits_of_plain_ones(wide: tuple[int, int, int
     assert not want.isnan().any()
     forms = [
         (tile, folded.streamed_shape(tile, slots)) for tile in (16, 32, 64) for slots in (4, 10, 100, 350)
+    ]
+    forms += [
+        (tile, Shape(*(Part(1, 4, 4, feed=fed.Feed(stages)),) * 2)) for tile, stages in ((16, 5), (32, 3))
     ]
     for tile, shape in forms:
         for count in (POOL, 1, 17, 150):

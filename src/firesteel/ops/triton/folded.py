@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton import streamed
+from firesteel.ops.triton import fed, streamed
 from firesteel.ops.triton.experts import finish_up
 from firesteel.ops.triton.fp4 import unfold
 from firesteel.ops.triton.launch import begin, kernel
@@ -268,7 +268,8 @@ class Part:
 
     ``pieces``: programs that share 128 columns of h (1, 2 or 4), or 128 outputs of the second product (1 or 2).
     ``ahead``: scales of rows are read one block ahead, which costs registers. ``unroll`` > 0: the form of
-    ``streamed`` with so many blocks unrolled and so many ``registers`` per thread; it has no pieces.
+    ``streamed`` with so many blocks unrolled and so many ``registers`` per thread; it has no pieces. ``feed``: the
+    form of ``fed`` instead, which knows all the rest by itself.
     """
 
     pieces: int
@@ -277,6 +278,12 @@ class Part:
     ahead: bool = True
     unroll: int = 0
     registers: int = 0
+    feed: fed.Feed | None = None
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows' scales are taken as the rows lie."""
+        return self.unroll > 0 or self.feed is not None
 
     @property
     def stream(self) -> streamed.How:
@@ -300,7 +307,7 @@ def streams(m: int, k: int) -> bool:
 def streamed_shape(tile_n: int, slots: int) -> Shape:
     """As ``shape_for``, of the streamed form."""
     if tile_n == 64:
-        return Shape(Part(1, 8, 4, unroll=2, registers=255), Part(1, 8, 4, unroll=2, registers=255))
+        return Shape(*(Part(1, 4, 4, feed=fed.Feed(4)),) * 2)
     if tile_n == 32:
         return Shape(Part(1, 4, 4, unroll=2, registers=255), Part(1, 8, 4, unroll=2, registers=128))
     if slots <= ALONE:
@@ -356,11 +363,14 @@ def up(
 ) -> tuple[Tensor, Tensor]:
     """(h e4m3 [lines, INNER], scales float32 [INNER / 128, lines]); see ``folded_up_kernel``.
 
-    xs: scales in the order of lines [K / 128, lines]; of the streamed form in that of rows [rows, K / 128].
+    xs: scales in the order of lines [K / 128, lines]; of the streamed and fed forms in that of rows [rows, K / 128].
     """
     inner, lines, slots = w.m // 2, order.shape[0], owner.shape[0]
     h = torch.empty(lines, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(inner // 128, lines, dtype=torch.float32, device=x.device)
+    if part.feed:
+        fed.up(w.data, w.words, w.base, x, xs, weights, order, owner, h, hs, top, limit, part.feed)
+        return h, hs
     if part.unroll:
         streamed.up(w.data, w.words, w.base, x, xs, weights, order, owner, h, hs, top, limit, part.stream)
         return h, hs
@@ -388,6 +398,10 @@ def down(
 ) -> Tensor:
     """Fill out [assignments, D]; see ``folded_down_kernel``."""
     lines, slots = order.shape[0], owner.shape[0]
+    if part.feed:
+        assert kind == "fp8", "streams take e4m3 rows"
+        fed.down(w.data, w.words, w.base, w.m, h, hs, order, owner, out, part.feed)
+        return out
     if part.unroll:
         assert kind == "fp8", "streams take e4m3 rows"
         streamed.down(w.data, w.words, w.base, w.m, h, hs, order, owner, out, part.stream)
@@ -442,7 +456,8 @@ def _specs(tile_n: int, slots: int, name: str) -> list[Spec]:
 def _streamed(tile_n: int, slots: int, name: str) -> list[Spec]:
     shape = streamed_shape(tile_n, slots)
     up_how, down_how = (part.stream if part.unroll else None for part in (shape.up, shape.down))
-    return streamed.specs(tile_n, name, up_how, down_how)
+    made = streamed.specs(tile_n, name, up_how, down_how)
+    return made + fed.specs(tile_n, slots, name, shape.up.feed, shape.down.feed)
 
 
 KERNELS: list[Spec] = [

@@ -174,7 +174,7 @@ def up(
     if isinstance(w, folded.Weights):
         assert official and round_h, "folded weights are of official numerics"
         part = (shape or folded.shape_for(tiles.n, owner.shape[0], folded.streams(w.m, w.k))).up
-        scales = xs if part.unroll else scales_of_lines(xs, tiles, top)
+        scales = xs if part.by_rows else scales_of_lines(xs, tiles, top)
         return folded.up(w, part, x, scales, weights, order, owner, top, limit, scratch, how.asm)
     inner, lines, splits = w.m // 2, order.shape[0], ranges(w.k)
     h = torch.empty(lines, inner, dtype=x.dtype, device=x.device)

@@ -229,7 +229,7 @@ def plan(
     step = max(16, pow2(count)) if once else 4096
     if (
         scales is not None
-        and folded.shape_for(tile_n, slots, folded.streams(256, scales.shape[1] * 128)).up.unroll
+        and folded.shape_for(tile_n, slots, folded.streams(256, scales.shape[1] * 128)).up.by_rows
     ):
         scales = None
     blocks = 0 if scales is None else scales.shape[1]
