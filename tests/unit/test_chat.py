@@ -370,6 +370,7 @@ def bad_arguments(arguments: Any) -> list[Any]:
         ([system(tools=[tool(), {"name": "f"}])], 0, "tools[1].function"),
         ([system(tools=[tool("")])], 0, "tools[0].function.name"),
         ([system(tools="f")], 0, "tools"),
+        ([system(tools=[tool(), tool()])], 0, "tools[1].function.name"),
     ],
 )
 def test_errors_name_message_and_field(messages: Any, index: int | None, field: str) -> None:

@@ -194,7 +194,8 @@ class _Reader:
             return ()
         if not isinstance(value, Sequence) or isinstance(value, str):
             self.fail(field, f"expected a list of tools, found {_kind(value)}")
-        texts = []
+        texts: list[str] = []
+        places: dict[str, int] = {}
         for at, tool in enumerate(value):
             function = tool.get("function") if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping):
@@ -203,6 +204,11 @@ class _Reader:
                 )
             if not isinstance(function.get("name"), str) or not function["name"]:
                 self.fail(f"{field}[{at}].function.name", "missing; give the function a name")
+            first = places.setdefault(function["name"], at)
+            if first != at:
+                self.fail(
+                    f"{field}[{at}].function.name", f"the name of {field}[{first}]; calls name one function"
+                )
             texts.append(self.json(f"{field}[{at}].function", function))
         return tuple(texts)
 
