@@ -105,6 +105,28 @@ def test_jobs_are_paired_over_arms_and_differ_over_rounds(model: str, requests: 
     assert again.ids == work.prompts[0] and again.params.seed != seen[0][0][1]
 
 
+def test_rounds_fit_into_the_time_that_is_given(
+    model: str, requests: RequestSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    work = Sweep(
+        model, requests, plan(arms="none,1", rounds=9, seconds=100.0, concurrency=(4, 1), max_tokens=2)
+    )
+
+    def run(*_: Any, **__: Any) -> Any:
+        now[0] += 4.0  # 8 s a round and 8 s of warm-up; two of three parts of the time are for 4 requests
+        return real(*_, **__)
+
+    real = work.rig.run
+    monkeypatch.setattr(work.rig, "run", run)
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: now[0])
+    counts = [len(p["arms"]["none"]["tokens_per_second_by_round"]) for p in work.run()]
+    assert counts == [7, 3]  # 8 + 7 * 8 = 64 of 66.7 s; 8 + 3 * 8 of the 36 that are left
+    now[0] = 0.0
+    work.plan = replace(work.plan, seconds=1.0)
+    assert [p["checks"]["identical_texts"] for p in work.run()] == [True, True] and now[0] == 48.0  # two each
+
+
 def test_different_texts_are_complained_about(result: dict[str, Any]) -> None:
     spoiled = json.loads(json.dumps(result))
     spoiled["points"][0]["checks"] = {
@@ -179,7 +201,13 @@ def test_arms_and_plans_that_make_no_sense() -> None:
     for bad in ("", "none,none", "none,-1", "0", "adaptive", "none,fast"):
         with pytest.raises(ParameterError, match="arms"):
             parse_arms(bad)
-    for changes in ({"rounds": 1}, {"concurrency": (0,)}, {"clock": "sun"}, {"simulated": {"rates": [2.0]}}):
+    for changes in (
+        {"rounds": 1},
+        {"seconds": 0.0},
+        {"concurrency": (0,)},
+        {"clock": "sun"},
+        {"simulated": {"rates": [2.0]}},
+    ):
         with pytest.raises(ParameterError):
             plan(**changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class Plan:
     arms: str = "none,1,3,5,7,adaptive"
     drafts: int | None = None  # that the adaptive arm may make at most; None: as the widest fixed arm
     rounds: int = 8
+    seconds: float | None = None  # of all points; then as many rounds as fit, from 2 to ``rounds``
     requests: int | None = None  # of one round; None: 3 x concurrency, at least 24
     waves: int | None = None  # the same as a multiple of the concurrency
     max_tokens: int = 96
@@ -57,6 +59,8 @@ class Plan:
                 f"rounds={self.rounds}, warmups={self.warmups}: the best arm is chosen on even and scored on odd "
                 "rounds; give at least 2 rounds and no negative warm-ups"
             )
+        if self.seconds is not None and not self.seconds > 0:
+            raise ParameterError(f"seconds={self.seconds}: expected a number above 0, or none for all rounds")
         if self.phase not in PHASES:
             raise ParameterError(f"phase={self.phase!r}: expected one of {', '.join(PHASES)}")
         if self.keep_prefixes and not self.prefix_caching:
@@ -116,14 +120,17 @@ class Sweep:
             out.append(Job(self.prompts[at], params))
         return out
 
-    def point(self, concurrency: int, tick: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-        """Warm-ups, rounds and judgement at one concurrency."""
+    def point(
+        self, concurrency: int, tick: Callable[[str], None] = lambda _: None, until: float = math.inf
+    ) -> dict[str, Any]:
+        """Warm-ups, rounds and judgement at one concurrency; no third round is begun that would end past ``until``."""
         plan, count = self.plan, self.plan.per_round(concurrency)
         self.rig.start()
         tally = self._warm_up(concurrency, tick)
         clock = CLOCKS[plan.clock]
         runs: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
         for r in range(plan.rounds):
+            begun = time.monotonic()
             for arm in self._order(r):
                 tick(f"{concurrency} at once, round {r + 1}, {arm.name}")
                 runs[arm.name].append(
@@ -135,6 +142,9 @@ class Sweep:
                         keep_prefixes=plan.keep_prefixes,
                     )
                 )
+            now = time.monotonic()
+            if r >= 1 and 2 * now - begun > until:
+                break
         out: dict[str, Any] = {
             "concurrency": concurrency,
             "requests_per_round": count,
@@ -175,7 +185,7 @@ class Sweep:
     def _checks(self, runs: dict[str, list[Run]]) -> dict[str, Any]:
         """What makes the figures of a point comparable."""
         flat = [run for part in runs.values() for run in part]
-        texts = [len({part[r].digest for part in runs.values()}) == 1 for r in range(self.plan.rounds)]
+        texts = [len({run.digest for run in turn}) == 1 for turn in zip(*runs.values(), strict=True)]
         lossless = self.plan.acceptance == "coupled"
         return {
             "client_equals_server_tokens": all(run.tokens == run.server_tokens for run in flat),
@@ -186,7 +196,15 @@ class Sweep:
 
     def run(self, tick: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
         """All points, the highest concurrency first."""
-        return [self.point(c, tick) for c in sorted(set(self.plan.concurrency), reverse=True)]
+        points = sorted(set(self.plan.concurrency), reverse=True)
+        if self.plan.seconds is None:
+            return [self.point(c, tick) for c in points]
+        end, out = time.monotonic() + self.plan.seconds, []
+        for i, c in enumerate(points):  # a round takes about as the root of the concurrency
+            share = math.sqrt(c) / sum(math.sqrt(rest) for rest in points[i:])
+            now = time.monotonic()
+            out.append(self.point(c, tick, now + share * (end - now)))
+        return out
 
 
 def _of_tally(tally: Tally) -> dict[str, Any]:

@@ -153,6 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--rounds", type=int, default=8)
     p.add_argument(
+        "--seconds",
+        type=float,
+        default=None,
+        metavar="S",
+        help="only as many rounds as fit into S, 2 at least",
+    )
+    p.add_argument(
         "--requests-per-round",
         default=None,
         metavar="N or Nx",
@@ -217,6 +224,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         arms=args.arms,
         drafts=args.drafts,
         rounds=args.rounds,
+        seconds=args.seconds,
         requests=None if waves else count,
         waves=count if waves else None,
         max_tokens=args.max_tokens,
