@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from firesteel.ops.testing import same_bits
-from firesteel.ops.triton import piped, together
+from firesteel.ops.triton import logits, piped, together
 from firesteel.ops.triton.linear import Scratch, Shape, Weight, product, quantise, shape_for
 from firesteel.ops.triton.target import INTERPRETER, TARGETS
 from firesteel.ops.triton.together import Manner, group_of, manner_for, products, ranges_of
@@ -163,10 +163,21 @@ def test_pipelined_forms_fit_every_row_count(kind: str, n: int, k: int, groups: 
     assert piped.pipe_for(kind, n, k, 8, 128, groups) is None  # ranges that another form chose
 
 
+def test_a_router_and_logits_have_forms_that_fit() -> None:
+    target = TARGETS["sm_90"]
+    found = [piped.pipe_for("bf16", 256, 4096, 4, rows) for rows in range(1, 2049)]
+    stored = [logits.pipe_for(rows, 129280, 4096, rows > 128, target) for rows in range(1, 2049)]
+    assert stored[127] is None and stored[319] is not None and found[0] is None and found[383] is not None
+    for pipe in {p for p in (*found, *stored) if p is not None}:
+        assert piped.fits(4096, 4 if pipe.side > 1 else 1, pipe) and room(pipe, False) <= 226 * 1024
+    assert logits.pipe_for(320, 129280, 4096, True, INTERPRETER) is None
+    assert logits.pipe_for(320, 1000, 4096, True, target) is None  # not whole tiles
+
+
 def test_pipelined_groups_fit() -> None:
     for sizes, splits in (((1536, 2624), (2, 2)), ((1536, 1024), (4, 4)), ((1536, 0), (4, 1))):
         found = [piped.pipe_for_group(sizes, 4096, splits, rows) for rows in range(1, 2049)]
-        assert found[127] is not None and found[0] is None and found[-1] is None
+        assert found[127] is not None and found[0] is None and (found[-1] is None) == (sizes[1] < 2048)
         for pipe in {p for p in found if p is not None}:
             assert all(cut % min(pipe.side, cut) == 0 for cut in splits) and pipe.m < 256
             assert room(pipe, False) <= 200 * 1024  # float32 results are turned beside it

@@ -49,7 +49,7 @@ STRICT = ("gfx950", "sm_90", "sm_100")  # no spill at all, but for ...
 FRAMES = {
     "linear-fp8-piped-2-384": 16,
     "linear-fp8-piped-2-768": 32,
-    "linear-fp8-piped-2-more": 8,  # Triton 3.6 alone, as the last two
+    "linear-fp8-piped-2-more": 16,  # Triton 3.6 alone, as the last two
     "linears-together-piped-384": 16,
     "attention_all_gathered_4": 8,
     "attention_chosen_gathered_4": 8,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from firesteel.ops.triton import pingpong, pingwalk
+from firesteel.ops.triton import logits, pingpong, pingwalk
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel
 from firesteel.ops.triton.sample import KEY, PARTS, Partials, perturb, row_key, seeds, tile_best
 from firesteel.ops.triton.spec import Spec
@@ -312,6 +312,8 @@ def run_head(
             return pingpong.run_head(x, w, rows, sampling)
         elif x.dtype == torch.bfloat16 and store is not None and sampling is None:
             wide = wide_form(rows, w.shape[1], target)
+            if logits.stored(x, w, store, wide is not None, target):
+                return None
             if wide is not None:
                 run_wide(wide, x, w, rows, store)
                 return None
@@ -462,9 +464,9 @@ def _specs() -> list[Spec]:
     out += [spec(f"walk_{t}", t, 256, True, False, True) for t in ROW_TILES]
     return [
         *out,
-        spec("logits_64", 64, 4096, False, True, False),
-        spec("logits_16", 16, 4096, False, True, False),
+        *(spec(f"logits_{t}", t, 4096, False, True, False) for t in (64, 16)),
         *_descriptor_specs(),
+        *logits.KERNELS,
         *pingpong.KERNELS,
         *pingwalk.KERNELS,
     ]

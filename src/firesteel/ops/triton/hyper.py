@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firesteel.ops.triton import poured
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.moe import combine
 from firesteel.ops.triton.norms import COPY_TILE, form_of, remember, types, warps
@@ -341,4 +342,4 @@ def _specs() -> list[Spec]:
     return out
 
 
-KERNELS = _specs()
+KERNELS = [*_specs(), *poured.KERNELS]

@@ -197,6 +197,22 @@ class Scratch:
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
+def codes(
+    x: Tensor, w: Weight, kind: str, scratch: Scratch, target: Target, groups: int
+) -> tuple[Tensor, Tensor] | None:
+    """``quantised`` of ``product`` in bfloat16, made by the product itself; None where its form cannot."""
+    rows, (n, _) = x.shape[0], w.shape
+    if kind != "bf16" or rows == 0 or target.fp8 != torch.float8_e4m3fn:
+        return None
+    pipe = shape_for(kind, w, rows, target, groups).pipe
+    if pipe is None or pipe.m != 256 or pipe.more or w.splits > 1:
+        return None
+    q = torch.empty(rows, n, dtype=target.fp8, device=x.device)
+    scale = torch.empty(rows, n // GROUP, dtype=torch.float32, device=x.device)
+    piped.launch(None, (w.data, x), q, scratch.arrived, pipe, splits=(1, 1), groups=groups, exact=scale)
+    return q, scale
+
+
 def product(
     x: Tensor,
     xs: Tensor | None,
@@ -338,4 +354,7 @@ KERNELS: list[Spec] = [
     _wide_spec("bf16", (128, 256, 64), 8, 4, 1, False),
     _pair_spec(),
     *piped.KERNELS,
+    piped.spec("linear-bf16-piped-codes", 0, 8192, 4096, 1, piped.ONE[0], 8, out="*fp8"),
+    piped.spec("linear-bf16-piped-router-512", 0, 256, 4096, 4, piped.Pipe(64, 64, stages=12, side=4), out="*fp32"),
+    piped.spec("linear-bf16-piped-router-more", 0, 256, 4096, 4, piped.Pipe(64, 128, stages=8, side=2), out="*fp32"),
 ]  # fmt: skip

@@ -244,6 +244,9 @@ class MatrixOps(ReferenceOps):
         if len(wo_a) > 1 and first.n % linear.TILE_M == 0 and first.k % GROUP == 0:
             whole = self._joined(wo_a, self.numerics.official)
             kind, x = self._values(x, whole)
+            made = self._output_codes(x, whole, kind, wo_b, len(wo_a))
+            if made is not None:
+                return made
             low = linear.product(
                 x, None, whole, kind, self.store, self.scratch, self.target, groups=len(wo_a)
             )
@@ -251,6 +254,14 @@ class MatrixOps(ReferenceOps):
             groups = x.unflatten(-1, (len(wo_a), -1))
             low = torch.cat([self.linear(groups[:, g], w) for g, w in enumerate(wo_a)], dim=-1)
         return self.linear(low, wo_b)
+
+    def _output_codes(self, x: Tensor, wo_a: Weight, kind: str, wo_b: Linear, groups: int) -> Tensor | None:
+        """``output`` if the first product can hand over its results quantised."""
+        if not wo_b.quantised or not isinstance(wo_b.data, Weight) or wo_b.data.scale is None:
+            return None
+        if (form := linear.codes(x, wo_a, kind, self.scratch, self.target, groups)) is None:
+            return None
+        return linear.product(*form, wo_b.data, "fp8", self.store, self.scratch, self.target)
 
     @staticmethod
     def _joined(parts: Sequence[Linear], official: bool) -> Weight:

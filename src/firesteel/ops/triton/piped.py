@@ -30,6 +30,7 @@ from firesteel.ops.triton.piped_parts import (
     keep_both,
     piece,
     put,
+    put_quantised,
     whole,
     zeros,
 )
@@ -42,7 +43,8 @@ class Pipe:
 
     A program's tile: ``m`` outputs by ``n`` + ``more`` rows (each a power of two, ``more`` 0 or at least 16) for
     ``groups`` warp groups, which share the outputs of 128 and the rows of 64. ``stages`` blocks of K are copied
-    ahead. ``side``: pieces of work that the ranges of K are shared out to.
+    ahead. ``side``: pieces of work that the ranges of K are shared out to. ``turns``: two groups start
+    their FP8 products one after the other.
     """
 
     m: int
@@ -51,16 +53,17 @@ class Pipe:
     groups: int = 2
     stages: int = 6
     side: int = 1
+    turns: bool = False
 
 
 @gluon.jit
 def multiply(
-    ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full, empty, rows,
+    ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full, empty, turns, rows,
     programs,
     SHARE: gl.constexpr, K: gl.constexpr, N8: gl.constexpr, N16: gl.constexpr, SPLITS_8: gl.constexpr,
     SIDE_8: gl.constexpr, SPLITS_16: gl.constexpr, SIDE_16: gl.constexpr, MEMBERS: gl.constexpr,
     COPIED: gl.constexpr, M: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of a tile's outputs, or of its rows if there are 64 outputs.
 
@@ -69,6 +72,7 @@ def multiply(
     BLOCKS: gl.constexpr = K // 128
     BY_ROWS: gl.constexpr = GROUPS == 2 and M == 64
     TWO: gl.constexpr = N2 > 0 or M == 256
+    QUANTISED: gl.constexpr = out.dtype.element_ty == gl.float8e4nv
     W1: gl.constexpr = N1 // 2 if BY_ROWS else N1
     W2: gl.constexpr = N1 if M == 256 else N2 if N2 > 0 else 16
     OWN: gl.constexpr = 64 * (W1 + W2 if TWO else W1)  # numbers of a warp group in part
@@ -99,15 +103,15 @@ def multiply(
             wsp, block = ws + m0 // 128 * BLOCKS, split * (HERE_8 * STEPS_8)
             if HERE_8 == 1:
                 acc, more, at = fp8_range(
-                    wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty, at,
-                    SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES,
+                    wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty, turns,
+                    at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES, TURNS,
                 )  # fmt: skip
             else:
                 acc, more = zeros(W1, 32), zeros(W2, 32)
                 for r in range(HERE_8):  # not unrolled: the registers hold one range's sums
                     acc, more, at = fp8_range(
-                        wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty, at,
-                        SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES,
+                        wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty,
+                        turns, at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES, TURNS,
                     )  # fmt: skip
                     block += STEPS_8
                     if r < HERE_8 - 1:
@@ -163,31 +167,37 @@ def multiply(
                 wide = gl.load(entry + 3, mask=live, other=0)
                 base = gl.multiple_of(rows * column, 64) + gl.multiple_of(m0 - begun, 64)
             acc = whole(acc, mine, narrow, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, OWN, W1)
-            put(
-                acc,
-                out,
-                exact,
-                o1,
-                o_ring.index(SHARE),
-                base,
-                lead,
-                wide,
-                rows,
-                m0,
-                n0,
-                live,
-                MEMBERS,
-                COPIED,
-                W1,
-            )
-            if TWO:
+            if QUANTISED:
                 more = whole(
                     more, mine + 64 * W1, narrow, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, OWN, W2
                 )
-                if M == 256:
-                    base, live = m1, m1 < N8 + N16
-                room = p_ring.index(SHARE)
-                put(more, out, exact, o2, room, base, lead, wide, rows, m1, n1, live, MEMBERS, COPIED, W2)
+                put_quantised(acc, more, out, exact, o_ring.index(SHARE), N8 + N16, rows, m0, n0, live, W1)
+            else:
+                put(
+                    acc,
+                    out,
+                    exact,
+                    o1,
+                    o_ring.index(SHARE),
+                    base,
+                    lead,
+                    wide,
+                    rows,
+                    m0,
+                    n0,
+                    live,
+                    MEMBERS,
+                    COPIED,
+                    W1,
+                )
+                if TWO:
+                    more = whole(
+                        more, mine + 64 * W1, narrow, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, OWN, W2
+                    )
+                    if M == 256:
+                        base, live = m1, m1 < N8 + N16
+                    room = p_ring.index(SHARE)
+                    put(more, out, exact, o2, room, base, lead, wide, rows, m1, n1, live, MEMBERS, COPIED, W2)
     if COPIED:
         tma.store_wait(0)
 
@@ -198,14 +208,15 @@ def piped_kernel(
     K: gl.constexpr, N8: gl.constexpr, N16: gl.constexpr, GROUP_N: gl.constexpr, SPLITS_8: gl.constexpr,
     SIDE_8: gl.constexpr, SPLITS_16: gl.constexpr, SIDE_16: gl.constexpr, MEMBERS: gl.constexpr,
     COPIED: gl.constexpr, M: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Rows times w8 [N8, K] and w16 [N16, K] transposed, one of which may be missing.
 
     w8 (blocks [M, 128]), x8 ([N1, 128]), y8 ([N2, 128]): e4m3 weight and rows by descriptors, y8 for the last N2 rows
     of a tile; ws float32 [N8 / 128, K / 128] and xs float32 [rows, K / 128] are their scales. w16, x16, y16: bfloat16,
     in blocks of 64 channels. With MEMBERS results go to out and exact as ``together.Group.table`` says, else to
-    out [rows, N8 + N16], with COPIED through its descriptors o1 and o2 of blocks [*, 64]; outputs g * GROUP_N ... then
+    out [rows, N8 + N16], with COPIED through its descriptors o1 and o2 of blocks [*, 64], an e4m3 out with its scales
+    float32 [rows, (N8 + N16) / 128] in exact; outputs g * GROUP_N ... then
     use columns g * K ... of x. SIDE pieces of work share a weight's SPLITS ranges of K: part float32 [tiles * GROUPS,
     most ranges, *], or [programs * GROUPS, most ranges, *] if all SIDE are 1; a counter per tile and warp group.
     """
@@ -215,7 +226,10 @@ def piped_kernel(
     a_ring = gl.allocate_shared_memory(w.dtype, [STAGES, M, STEP], w.layout)
     b_ring = gl.allocate_shared_memory(x.dtype, [STAGES, N1, STEP], x.layout)
     c_ring = gl.allocate_shared_memory(y.dtype, [STAGES, N2, STEP], y.layout) if N2 > 0 else b_ring
-    if COPIED:
+    if out.dtype.element_ty == gl.float8e4nv:
+        o_ring = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, N1, 64], HALVES)
+        p_ring = o_ring
+    elif COPIED:
         W1: gl.constexpr = N1 // 2 if GROUPS == 2 and M == 64 else N1
         o_ring = gl.allocate_shared_memory(o1.dtype, [GROUPS, W1, 64], o1.layout)
         p_ring = (
@@ -225,6 +239,9 @@ def piped_kernel(
         o_ring, p_ring = a_ring, a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
@@ -236,16 +253,16 @@ def piped_kernel(
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS, COPIED, M,
-                        N1, N2, GROUPS, STAGES,
+                        empty, turns, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
                     ),
                 ),
                 (
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, rows, programs, 1, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS, COPIED, M,
-                        N1, N2, GROUPS, STAGES,
+                        empty, turns, rows, programs, 1, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
                     ),
                 ),
                 (
@@ -266,8 +283,8 @@ def piped_kernel(
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS, COPIED, M,
-                        N1, N2, GROUPS, STAGES,
+                        empty, turns, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
                     ),
                 ),
                 (
@@ -316,6 +333,8 @@ def launch(
 ) -> None:
     """Fill out [R, n], or the outputs of a group's members (``table``: then out and exact are flat).
 
+    An e4m3 out has its scales float32 [R, n / 128] in ``exact``, as ``activations.quantise`` makes them.
+
     narrow: (w, its scales, x, its scales) of e4m3; wide: (w, x) of bfloat16, x [R, groups * k]; each w [*, k].
     ``splits``: ranges of K of either; ``programs``: at most so many run at a time, by default one per multiprocessor.
     """
@@ -335,7 +354,7 @@ def launch(
     assert pipe.m < 256 or table is None, "a member has an entry per 64 outputs"
     tiles, spans = (cdiv(n8, pipe.m), cdiv(n16, pipe.m)), cdiv(rows, pipe.n + pipe.more)
     grid = min(programs or processors(out.device), (tiles[0] * sides[0] + tiles[1] * sides[1]) * spans)
-    assert sum(tiles) * spans * pipe.groups <= arrived.shape[0], "more tiles than counters"
+    assert max(sides) == 1 or sum(tiles) * spans * pipe.groups <= arrived.shape[0], "more tiles than counters"
     part = arrived
     if max(cuts) > 1:
         places = grid if max(sides) == 1 else sum(tiles) * spans
@@ -343,7 +362,11 @@ def launch(
         part = torch.empty(size, dtype=torch.float32, device=out.device)
     copied, half = table is None and out.dtype == torch.bfloat16, pipe.groups == 2 and pipe.m == 64
     to = blocks_of(out, pipe.n // 2 if half else pipe.n) if copied else arrived
-    stages = pipe.stages if out.element_size() == 2 and exact is None else pipe.stages - 1
+    quantised = out.dtype == torch.float8_e4m3fn
+    assert not quantised or (pipe.m == 256 and exact is not None and table is None), (
+        "128 outputs of a warp group"
+    )
+    stages = pipe.stages if copied or quantised else pipe.stages - 1
     piped_kernel[(grid,)](
         blocks_of(w8, pipe.m), blocks_of(x8, pipe.n), blocks_of(x8, pipe.more or pipe.n), blocks_of(w16, pipe.m),
         blocks_of(x16, pipe.n), blocks_of(x16, pipe.more or pipe.n), narrow[1] if narrow else arrived,
@@ -351,7 +374,7 @@ def launch(
         blocks_of(out, pipe.more) if copied and pipe.more else to, part, arrived, arrived if table is None else table,
         rows, grid, K=k, N8=n8, N16=n16, GROUP_N=(n8 + n16) // groups, SPLITS_8=cuts[0], SIDE_8=sides[0],
         SPLITS_16=cuts[1], SIDE_16=sides[1], MEMBERS=table is not None, COPIED=copied, M=pipe.m, N1=pipe.n,
-        N2=pipe.more, GROUPS=pipe.groups, STAGES=stages, num_warps=4, launch_pdl=launched_early(),
+        N2=pipe.more, GROUPS=pipe.groups, STAGES=stages, TURNS=pipe.turns, num_warps=4, launch_pdl=launched_early(),
     )  # fmt: skip
 
 
@@ -367,7 +390,7 @@ TWO = {
     16: Pipe(64, 16, groups=1, stages=18, side=2), 32: Pipe(64, 32, groups=1, stages=15, side=2),
     64: Pipe(64, 64, stages=12, side=2), 128: Pipe(64, 128, stages=8, side=2), 256: Pipe(128, 128, side=2),
     384: Pipe(128, 128, 64, stages=4, side=2), 512: Pipe(128, 128), 768: Pipe(128, 128, 64, stages=4),
-    0: Pipe(256, 128, stages=4),
+    0: Pipe(256, 128, stages=4, turns=True),
 }  # fmt: skip
 
 
@@ -387,14 +410,18 @@ def pipe_for(kind: str, n: int, k: int, splits: int, rows: int, groups: int = 1)
         if splits == ranges_for(n, k):
             forms = ONE if splits == 1 else TWO
             return next((pipe for most, pipe in forms.items() if rows <= most), forms[0])
-        wide = n >= 16384 and n % 256 == 0 and splits == 1 and fits(k, 1, ONE[0])
-        return ONE[0] if wide and rows > 256 else None
+        wide = n >= 8192 and n % 256 == 0 and splits == 1 and fits(k, 1, ONE[0])
+        return ONE[0] if wide and rows > (256 if n >= 16384 else 896) else None
     if kind == "bf16" and splits == 1 and 6144 <= n <= 8448 and n // groups % 256 == 0 and fits(k, 1, ONE[0]):
         if 64 < rows <= 128:
             return Pipe(64, 128, stages=8)
         if 256 < rows <= 384:
             return Pipe(128, 128, 32, stages=5) if rows <= 320 else Pipe(128, 128, 64, stages=4)
         return ONE[0] if rows > 512 else None
+    if kind == "bf16" and splits == 4 and n == 256 and groups == 1 and fits(k, 4, ONE[0]):  # a router
+        if 256 < rows <= 512:
+            return Pipe(64, 64, stages=12, side=4)
+        return Pipe(64, 128, stages=8, side=2) if rows > 1024 else None
     return None
 
 
@@ -402,8 +429,10 @@ def pipe_for_group(n: tuple[int, int], k: int, splits: tuple[int, int], rows: in
     """``pipe_for`` of weights of both formats that share a launch."""
     cuts = [cut for size, cut in zip(n, splits, strict=True) if size]
     tiles, cut, spans = sum(n) // 64, cuts[0], cdiv(rows, 128)
-    if not 32 < rows <= 384 or tiles > 66 or len(set(cuts)) > 1 or k % (512 * cut):
+    if rows <= 32 or tiles > 66 or len(set(cuts)) > 1 or k % (512 * cut):
         return None
+    if rows > 384:
+        return Pipe(128, 128) if tiles > 60 and cut == 2 else None
     if tiles > 60 and cut == 2:  # as many pieces of work as multiprocessors
         if rows <= 64:
             return Pipe(64, 64, stages=11, side=2)
@@ -415,8 +444,9 @@ def pipe_for_group(n: tuple[int, int], k: int, splits: tuple[int, int], rows: in
 
 # ---- offline compilation ------------------------------------------------------------------
 def spec(
-    name: str, n8: int, n16: int, k: int, splits: int, pipe: Pipe, groups: int = 1, members: bool = False
-) -> Spec:
+    name: str, n8: int, n16: int, k: int, splits: int, pipe: Pipe, groups: int = 1, members: bool = False,
+    out: str = "*bf16",
+) -> Spec:  # fmt: skip
     """A kernel as launched for weights [n8, k] and [n16, k]."""
 
     def blocks(lines: int, narrow: bool) -> str:
@@ -427,21 +457,23 @@ def spec(
     w8, x8, y8 = (blocks(a, n8 > 0) for a in lines)
     w16, x16, y16 = (blocks(a, n16 == 0) for a in lines)
     half = pipe.groups == 2 and pipe.m == 64
-    to = "*i32" if members else blocks(pipe.n // 2 if half else pipe.n, False)
+    copied, codes = not members and out == "*bf16", out == "*fp8"
+    to = blocks(pipe.n // 2 if half else pipe.n, False) if copied else "*i32"
     return Spec(
         name=name,
         fn=piped_kernel,
         signature={
             "w8": w8, "x8": x8, "y8": y8, "w16": w16, "x16": x16, "y16": y16, "ws": "*fp32", "xs": "*fp32",
-            "out": "*bf16", "exact": "*fp32" if members else "*bf16", "o1": to,
-            "o2": to if members or not pipe.more else blocks(pipe.more, False), "part": "*fp32", "arrived": "*i32",
+            "out": out, "exact": "*fp32" if members or codes else out, "o1": to,
+            "o2": blocks(pipe.more, False) if copied and pipe.more else to, "part": "*fp32", "arrived": "*i32",
             "table": "*i32", "rows": "i32", "programs": "i32",
         },
         constexprs={
             "K": k, "N8": n8, "N16": n16, "GROUP_N": (n8 + n16) // groups, "SPLITS_8": cuts[0],
             "SIDE_8": min(pipe.side, cuts[0]), "SPLITS_16": cuts[1], "SIDE_16": min(pipe.side, cuts[1]),
-            "MEMBERS": members, "COPIED": not members, "M": pipe.m, "N1": pipe.n, "N2": pipe.more,
-            "GROUPS": pipe.groups, "STAGES": pipe.stages - members,
+            "MEMBERS": members, "COPIED": copied, "M": pipe.m, "N1": pipe.n, "N2": pipe.more,
+            "GROUPS": pipe.groups, "STAGES": pipe.stages - (not copied and not codes),
+            "TURNS": pipe.turns,
         },
         options={"num_warps": 4},
         targets=("sm_90",),
@@ -463,5 +495,6 @@ KERNELS: list[Spec] = [
     spec("linears-together-piped-128", 1536, 2624, 4096, 2, Pipe(64, 128, stages=8, side=2), 1, True),
     spec("linears-together-piped-256", 1536, 2624, 4096, 2, Pipe(128, 128, side=2), 1, True),
     spec("linears-together-piped-384", 1536, 2624, 4096, 2, Pipe(128, 128, 64, stages=5, side=2), 1, True),
+    spec("linears-together-piped-more", 1536, 2624, 4096, 2, Pipe(128, 128), 1, True),
     spec("linears-together-piped-fp8", 1536, 0, 4096, 4, Pipe(64, 128, stages=8, side=4), 1, True),
 ]

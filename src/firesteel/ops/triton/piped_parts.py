@@ -168,23 +168,40 @@ def next_scales(some, xs, places, i, STEPS: gl.constexpr, N: gl.constexpr, SOME:
 
 
 @gluon.jit
-def add_block(a, b, t, acc, N: gl.constexpr):
-    """acc [64, N] + a [64, 128] times b [128, N] times the scales t [N]."""
+def started(a, b, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
+    """A product [64, N] under way, a group's n-th one; with TURNS behind the other's of that number, or of n - 1."""
+    if TURNS:
+        mbarrier.wait(turns.index(SHARE), (n & 1) ^ (1 - SHARE))
     d = warpgroup_mma(a, b, zeros(N, 32), use_acc=False, is_async=True)
-    scale = gl.convert_layout(t, gl.SliceLayout(0, sum_layout(N)))  # while the tensor cores work
-    d = warpgroup_mma_wait(0, deps=[d])
-    return gl.fma(d, gl.expand_dims(scale, 0).broadcast_to([64, N]), acc)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - SHARE), count=1)
+    return d
 
 
 @gluon.jit
-def add_blocks(a, c, b, t, acc, more, N: gl.constexpr):
-    """``add_block`` for a and for c, whose outputs share the scales."""
-    d = warpgroup_mma(a, b, zeros(N, 32), use_acc=False, is_async=True)
+def by_rows(t, N: gl.constexpr):
+    """Scales t [N] as factors of [64, N]."""
     scale = gl.convert_layout(t, gl.SliceLayout(0, sum_layout(N)))
-    scale = gl.expand_dims(scale, 0).broadcast_to([64, N])
+    return gl.expand_dims(scale, 0).broadcast_to([64, N])
+
+
+@gluon.jit
+def add_block(a, b, t, acc, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
+    """acc [64, N] + a [64, 128] times b [128, N] times the scales t [N]; n, TURNS: see ``started``."""
+    d = started(a, b, turns, n, N, SHARE, TURNS)
+    scale = by_rows(t, N)  # while the tensor cores work
+    d = warpgroup_mma_wait(0, deps=[d])
+    return gl.fma(d, scale, acc)
+
+
+@gluon.jit
+def add_blocks(a, c, b, t, acc, more, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
+    """``add_block`` for a and for c, whose outputs share the scales."""
+    d = started(a, b, turns, n, N, SHARE, TURNS)
+    scale = by_rows(t, N)
     d = warpgroup_mma_wait(0, deps=[d])
     acc = gl.fma(d, scale, acc)
-    d = warpgroup_mma(c, b, zeros(N, 32), use_acc=False, is_async=True)
+    d = started(c, b, turns, n + 1, N, SHARE, TURNS)
     d = warpgroup_mma_wait(0, deps=[d])
     return acc, gl.fma(d, scale, more)
 
@@ -228,6 +245,16 @@ def store_at(acc, base, lead, rows, n0, live, N: gl.constexpr):
 
 
 @gluon.jit
+def store_sums(acc, base, lead, rows, n0, live, N: gl.constexpr):
+    """``store_at`` of float32 as the sums lie in registers: eight lanes have 32 bytes of a row."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    m = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    line = n0 + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    at = base + gl.expand_dims(line.to(gl.int64) * lead, 0) + gl.expand_dims(m, 1)
+    gl.store(at, acc, mask=gl.expand_dims((line < rows) & live, 0))
+
+
+@gluon.jit
 def copy_out(acc, out, room, m0, n0):
     """Start copying acc [64, N] of outputs m0 ... and rows n0 ... to out by its descriptor."""
     room.store(gl.permute(acc.to(out.dtype), (1, 0)))
@@ -262,13 +289,14 @@ def operands(
 
 @gluon.jit
 def fp8_range(
-    wsp, xs, n0, n1, rows, block, a_ring, b_ring, c_ring, full, empty, at,
+    wsp, xs, n0, n1, rows, block, a_ring, b_ring, c_ring, full, empty, turns, at,
     SHARE: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr, M: gl.constexpr, W1: gl.constexpr,
-    W2: gl.constexpr, TWO: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    W2: gl.constexpr, TWO: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Sums [64, W1] of rows n0 ... and [64, W2] of n1 ... over the next STEPS blocks, from ``block`` on; then ``at``.
 
     wsp: the weight's scales of these blocks. In a tile of 256 outputs the second sum is of the next 64 of them.
+    TURNS: see ``piped.Pipe``.
     """
     UNROLL: gl.constexpr = 4 if W1 <= 64 and not TWO else 1  # wider tiles do not fit the registers then
     BY_N: gl.constexpr = TWO and M < 256
@@ -292,12 +320,13 @@ def fp8_range(
             s = gl.load(wsp + gl.minimum(i + 1, STEPS - 1))
             mbarrier.wait(full.index(stage), turn)
             a, b, c = operands(a_ring, b_ring, c_ring, stage, SHARE, M, W1, BY_ROWS)
+            n = at * 2 if TWO else at
             if TWO and M == 256:
-                acc, more = add_blocks(a, c, b, t, acc, more, W1)
+                acc, more = add_blocks(a, c, b, t, acc, more, turns, n, W1, SHARE, TURNS)
             else:
-                acc = add_block(a, b, t, acc, W1)
+                acc = add_block(a, b, t, acc, turns, n, W1, SHARE, TURNS)
                 if BY_N:
-                    more = add_block(a, c, v, more, W2)
+                    more = add_block(a, c, v, more, turns, n + 1, W2, SHARE, TURNS)
             mbarrier.arrive(empty.index(stage), count=1)
             at += 1
     return acc, more, at
@@ -382,6 +411,45 @@ def whole(
 
 
 @gluon.jit
+def put_quantised(acc, more, q, steps, room, lead, rows, m, n, live, N: gl.constexpr):
+    """Sums of 128 outputs m ... of rows n ... as ``activations.quantise_kernel`` makes of them, rounded to bf16 first.
+
+    q e4m3 [rows, lead], steps float32 [rows, lead / 128]. Through shared memory: there a row's values come together.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    room.store(gl.permute(acc.to(gl.bfloat16), (1, 0)))
+    barrier()
+    a = room.load(LINES).to(gl.float32)
+    barrier()
+    room.store(gl.permute(more.to(gl.bfloat16), (1, 0)))
+    barrier()
+    b = room.load(LINES).to(gl.float32)
+    most = gl.maximum(gl.max(gl.abs(a), axis=1), gl.max(gl.abs(b), axis=1))
+    bits = gl.maximum(most, 1e-4).to(gl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(gl.int32)
+    inverse = gl.expand_dims(((254 - exponent) << 23).to(gl.float32, bitcast=True), 1)
+    row = n + gl.arange(0, N, gl.SliceLayout(1, LINES))
+    inside = (row < rows) & live
+    line = row.to(gl.int64)
+    gl.store(
+        steps + line * (lead // 128) + m // 128, (exponent << 23).to(gl.float32, bitcast=True), mask=inside
+    )
+    at = (
+        q + gl.expand_dims(line * lead + m, 1) + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LINES)), 0)
+    )
+    gl.store(at, code_of(a, inverse).to(q.dtype.element_ty), mask=gl.expand_dims(inside, 1))
+    gl.store(at + 64, code_of(b, inverse).to(q.dtype.element_ty), mask=gl.expand_dims(inside, 1))
+    barrier()
+
+
+@gluon.jit
+def code_of(v, inverse):
+    """The value whose e4m3 code is stored; NaN stays."""
+    code = gl.minimum(gl.maximum(v * inverse, -448.0), 448.0)
+    return gl.where(v != v, v, code)
+
+
+@gluon.jit
 def put(
     acc, out, exact, to, room, base, lead, wide, rows, m, n, live,
     MEMBERS: gl.constexpr, COPIED: gl.constexpr, N: gl.constexpr,
@@ -395,5 +463,7 @@ def put(
             store_at(acc, exact + base, lead, rows, n, live, N)
         else:
             store_at(acc, out + base, lead, rows, n, live, N)
+    elif out.dtype.element_ty == gl.float32:
+        store_sums(acc, out + base, lead, rows, n, live, N)
     else:
         store_at(acc, out + base, lead, rows, n, live, N)

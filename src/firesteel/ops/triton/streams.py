@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from firesteel.ops.triton import poured
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.rounding import operand, stored
 from firesteel.ops.triton.spec import Spec
@@ -270,13 +271,19 @@ def parts(
     part = torch.empty(chunks, rows, width, dtype=torch.float32, device=h.device)
     out, f, post, comb, top, shared, valid = h, h, fn, fn, 0, [], None
     if before is not None:
-        out = torch.empty(rows, hc, d, dtype=store, device=h.device)
         post, comb = (dense(t) for t in before[1:])
         terms = unsummed(before[0])
         if terms is None:
             f = dense(before[0])
         else:
             f, shared, valid, top = terms.parts, list(terms.shared), terms.valid, terms.parts.shape[0] // rows
+        if (
+            official
+            and h.dtype == f.dtype == store
+            and poured.serves(rows, hc, d, n, max(1, top) + len(shared))
+        ):
+            return poured.pour(f, shared, valid, h, post, comb, w, part, top), part
+        out = torch.empty(rows, hc, d, dtype=store, device=h.device)
     extra = f if not shared else dense(shared[0]) if len(shared) == 1 else torch.stack(shared)
     tiles = cdiv(rows, tile)
     post_parts[(min(tiles, WALKERS), chunks)](
