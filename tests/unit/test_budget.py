@@ -232,6 +232,50 @@ def test_steps_with_prompts_say_nothing_of_the_pace() -> None:
     assert abs(m.pace) < 0.15 and m.noise < 0.06
 
 
+def test_a_stall_of_the_card_at_one_size_makes_no_size_dear() -> None:
+    """Equal steps tell of the pace only; a size is told from another where they change."""
+    sizes = (256, 512, 640, 768, 896, 1024)
+    m = CostModel(table(rows=sizes, step_ms=(9.0, 11.1, 12.8, 13.6, 14.9, 15.7), staircase=True))
+    true = {768: 13.6, 896: 14.5}  # 896 rows are cheaper than the table says
+
+    def run(rows: int, steps: int, pace: float = 1.0) -> None:
+        for _ in range(steps):
+            m.observe(rows, m.price(rows, 64, 0, 0), true[rows] * pace, context=64)
+
+    def ratio() -> float:
+        return m.row_ms(896, 64) / m.row_ms(768, 64)
+
+    for _ in range(4):
+        run(768, 8)
+        run(896, 8)
+    m._learn()
+    assert ratio() == pytest.approx(14.5 / 13.6, rel=0.006)
+    for pace in (1.1, 1.2, 1.3, 1.3, 1.2, 1.1):
+        run(896, 1, pace)
+    run(896, 40)
+    run(896, 16, 1.17)  # and from here on it is slower for good
+    m._learn()
+    assert ratio() == pytest.approx(14.5 / 13.6, rel=0.006)
+    run(768, 16, 1.17)
+    m._learn()
+    assert ratio() == pytest.approx(14.5 / 13.6, rel=0.006) and m.row_ms(768, 64) == pytest.approx(
+        13.6 * 1.17, rel=0.05
+    )
+
+
+def test_a_size_that_was_never_tried_is_hoped_to_be_cheaper() -> None:
+    """And the one that runs is not: its price is known."""
+    m = CostModel(table(rows=(8, 16, 20, 24, 64), step_ms=(5.0, 6.0, 6.5, 7.0, 12.0), staircase=True))
+    for _ in range(40):
+        m.observe(20, m.price(20, 64, 0, 0), 6.5, context=64)
+        m.observe(16, m.price(16, 64, 0, 0), 6.0, context=64)
+    m._learn()
+    rows = np.array([8, 16, 20, 24, 64])
+    hoped = m.hopeful_ms(rows, 64) / m.step_ms(rows, 64)
+    assert hoped[0] == 1.0 and hoped[4] == 1.0, "what runs anyway, and what is far off"
+    assert 0.97 < hoped[3] < 0.995 and hoped[1] > 0.997, hoped
+
+
 def test_tables_travel_only_to_where_they_belong(tmp_path: object) -> None:
     file = f"{tmp_path}/cost.json"
     table().save(file)

@@ -137,3 +137,30 @@ def test_a_head_that_fails_now_and_then_is_named_once() -> None:
     for _ in range(10):  # more than 64 finite ones
         watch.signals(rng.normal(size=(4, 3)), np.full(4, 3))
     assert "confidence not finite" not in watch.alarms
+
+
+def test_answers_that_go_on_worse_than_they_begin_are_judged_by_later_blocks() -> None:
+    """Of others, and of a request itself: its own first blocks are as little like what is to come."""
+    book = Book(K, Coefficients.prior(K, True, False), proven=True)
+
+    def answer(request: int, late: float) -> None:
+        for n in range(20):
+            head = np.full((1, K), 4.0 if n < 4 else late)
+            book.take([request], np.ones(1, dtype=np.int64), np.full(1, K), head, np.zeros((1, K)))
+
+    for request in range(12):
+        answer(request, -1.0)
+        book.forget(request)
+    begin = book.expected(Candidate(100, 0, K))[0]
+    answer(101, -1.0)
+    later = book.expected(Candidate(101, 0, K))[0]
+    assert begin > 0.8 and later < 0.45, (begin, later)
+    cases = book.usual([Candidate(100, 0, K), Candidate(101, 0, K)])[:, 0]
+    assert cases[0] > 0.8 and cases[1] < 0.45, cases
+
+    steady = Book(K, Coefficients.prior(K, True, False), proven=True)
+    for request in range(12):
+        for n in range(20):
+            head = np.full((1, K), 4.0 if (7 * n + 3 * request) % 5 == 0 else -1.0)
+            steady.take([request], np.ones(1, dtype=np.int64), np.full(1, K), head, np.zeros((1, K)))
+    assert not any(steady._staged)

@@ -11,13 +11,16 @@ drawn (``speculation.simulated``), with or without a model behind it.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -59,6 +62,91 @@ def tables(gamma: int) -> dict[str, CostTable]:
         "linear": made("linear", [2.0 + 0.9 * r for r in ROWS], 0.6, 0.25, False),
         "flat": made("flat", [8.0] * len(ROWS), 0.8, 0.0, False),
     }
+
+
+def card(gamma: int) -> CostTable:
+    """One H200 with recordings of 36 sizes: the profile in bench/results/sweep_gpu.json, rounded."""
+    small = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96)
+    large = (112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+    low = (
+        1.51,
+        1.75,
+        1.84,
+        1.89,
+        2.22,
+        2.45,
+        2.91,
+        3.36,
+        3.81,
+        4.14,
+        4.4,
+        4.69,
+        5.44,
+        5.77,
+        6.1,
+        6.37,
+        6.94,
+        7.27,
+    )
+    high = (
+        7.5,
+        7.6,
+        8.63,
+        8.77,
+        8.88,
+        9.0,
+        9.75,
+        9.96,
+        11.0,
+        11.1,
+        12.8,
+        13.6,
+        14.9,
+        15.7,
+        20.7,
+        24.1,
+        26.6,
+        28.7,
+    )
+    requests = (1, 16, 64, 256)
+    measured = {1: (0.7, 0.9, 1.16, 2.14), 4: (0.89, 1.22, 2.27, 6.32), 7: (0.95, 1.47, 3.68, 10.4)}
+    widths = sorted({1, (gamma + 1) // 2, gamma})
+    draft = {
+        w: tuple(float(np.interp(w, list(measured), by)) for by in zip(*measured.values(), strict=True))
+        for w in widths
+    }
+    return CostTable("card", small + large, low + high, 64, 0.0, requests, draft, True)
+
+
+class Limited(CostModel):
+    """A clock for ``card`` at its power limit, which no table of single steps knows.
+
+    The pace follows the load of the last 100 ms, so a narrow step behind wide ones runs at the clock of these;
+    once a second the card is slower by up to a third for 150 ms; sizes are off the table by some per cent,
+    drafting by some more, both drawn from ``seed``; and a step has 0.7 % of noise.
+    """
+
+    def __init__(self, table: CostTable, seed: int):
+        super().__init__(table)
+        self._draw = random.Random(seed)
+        off = [self._draw.gauss(0.0, 0.04) for _ in table.rows]
+        beside = [off[i - 1] + off[(i + 1) % len(off)] for i in range(len(off))]
+        self.off = [math.exp(0.7 * x + 0.4 * y) for x, y in zip(off, beside, strict=True)]
+        self.drafts_off = math.exp(self._draw.gauss(0.0, 0.15))
+        self.now, self.heat = 1000.0 * self._draw.random(), 0.0  # milliseconds, load of the last 100 of them
+
+    def price(self, rows: int, context: float, requests: int, width: int) -> float:
+        """Milliseconds of the next step."""
+        if not rows:
+            return 0.0
+        known = self.table.rows
+        at = min(bisect_left(known, rows), len(known) - 1)
+        alone = self.row_ms(rows, context) * self.off[at] + self.draft_ms(requests, width) * self.drafts_off
+        stall = max(1.0 - abs(self.now % 1000.0 - 75.0) / 75.0, 0.0)
+        ms = alone * (1.0 + 0.16 * self.heat) * (1.0 + 0.3 * stall) * math.exp(self._draw.gauss(0.0, 0.007))
+        self.heat += (min(max(known[at], rows) / 768.0, 1.0) - self.heat) * -math.expm1(-ms / 100.0)
+        self.now += ms
+        return ms
 
 
 @dataclass(frozen=True)
@@ -127,7 +215,7 @@ class Bed:
     def run(
         self,
         policy: Policy,
-        clock: CostTable | None,
+        clock: CostTable | CostModel | None,
         work: Sequence[Job],
         concurrency: int,
         warmup: int = 0,
@@ -141,7 +229,7 @@ class Bed:
         """
         engine = self.engine
         engine.drain()
-        engine.runner.virtual = CostModel(clock) if clock is not None else None
+        engine.runner.virtual = CostModel(clock) if isinstance(clock, CostTable) else clock
         engine.scheduler.policy = policy
         engine.runner._calibration = None
         self._loop(work[:warmup], concurrency)
@@ -199,6 +287,24 @@ def compare(
             points = [priced(records, table, arm_name(w), c) for w, records in fixed.items()]
             records = bed.run(bed.adaptive(table), table, todo, c, warmup(c), whole)
             yield [*points, priced(records, table, "adaptive", c)]
+
+
+def race(
+    bed: Bed,
+    table: CostTable,
+    clock: Callable[[], CostModel],
+    arms: Mapping[str, Policy],
+    work: Sequence[Job],
+    concurrency: int,
+    warmup: int = 0,
+) -> list[Point]:
+    """Arms on a clock that remembers, adaptive last: it believes ``table``, and steps take what the clock says."""
+    out = []
+    for arm, policy in {**arms, "adaptive": bed.adaptive(table)}.items():
+        steps = bed.run(policy, clock(), work, concurrency, warmup, whole=False)
+        ms = sum(r.measured_ms for r in steps)
+        out.append(replace(priced(steps, table, arm, concurrency), ms=ms))
+    return out
 
 
 def ratio(points: Sequence[Point]) -> float:

@@ -457,7 +457,7 @@ class Scheduler:
         self.policy.learn(
             proposed,
             [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
-            Timing(plan.rows, plan.predicted_ms, result.ms, *drafted, prompt_rows=plan.prompt_rows),
+            Timing(plan.rows, plan.predicted_ms, result.ms, *drafted, 0, plan.prompt_rows, plan.context),
         )
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -87,6 +87,7 @@ class Adaptive:
         self.probes = 0
         self._plan: DraftPlan | None = None
         self._age, self._period, self._planned_for = 0, PERIOD, -1
+        self._scale = 1.0  # of prices when it was made
         self._planned_ids: list[int] = []  # where each counts
         self._credit, self._turn, self._here = 0.0, 0, 0.0
         self._probing: frozenset[int] = frozenset()
@@ -123,7 +124,9 @@ class Adaptive:
         return budget
 
     def _budget(self, candidates: Sequence[Candidate], able: list[Candidate], load: Load) -> Budget:
-        rate, extra = (None, 0.0) if self._plan is None else (self._plan.rate, 0.0)
+        rate, extra = (
+            (None, 0.0) if self._plan is None else (self._plan.rate * self._scale / self.cost.scale, 0.0)
+        )
         if rate is None:
             extra = self.cost.draft_ms(len(able), max((c.ready for c in able), default=0))
         if len(able) <= 1:
@@ -164,7 +167,8 @@ class Adaptive:
         return gains
 
     def _prices(self, load: Load) -> StepCost:
-        return lambda rows: self.cost.step_ms(rows, load.context)
+        price = self.cost.hopeful_ms if self._paid else self.cost.step_ms
+        return lambda rows: price(rows, load.context)
 
     def drafting(self, candidates: Sequence[Candidate], load: Load) -> Drafting:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
@@ -317,7 +321,7 @@ class Adaptive:
         if plan.pays:
             self._hope = 1.0
         self._period = min(2 * self._period, PERIODS if plan.pays else RESTS) if same or rests else PERIOD
-        self._plan, self._decided = plan, None
+        self._plan, self._scale, self._decided = plan, self.cost.scale, None
         self._here = self.cost.row_ms(load.rows, load.context)
         self._age, self._planned_for = 0, len(able)
         self._planned_ids = [c.request_id for c in able] if len(able) <= LONE else []

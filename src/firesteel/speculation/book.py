@@ -8,15 +8,15 @@ requests: at 256 of them a Python loop would cost more than a step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from firesteel.speculation.strata import strata_of
 from firesteel.speculation.survival import CLASSES, Coefficients, logistic, margin_feature
 from firesteel.speculation.terms import Candidate
 
@@ -27,38 +27,22 @@ CASES = 32  # newest blocks of a request
 POOL = 256  # newest blocks of a temperature class
 SHRINK = 8.0  # blocks at which a request's own count as much as everybody's, until that is known
 COMPARE = 16  # drafting passes between looks at how much requests differ
+STAGES = 4  # takes between looks whether the first blocks of answers differ from later ones
+LATER, APART_BY = 8, 3.0  # blocks that tell, of both; by how many standard errors
 LIVES = 64  # ended requests that tell how much requests differ
 GUESS = 8.0  # blocks that the guess about an unknown drafter stands for
 FILED = 64.0  # the same if a calibration file says what is usual
 JUDGED = 1.0  # the same if a calibration file does not say, but can tell by each draft's signals
 APART = 6.0  # SHRINK with a calibration file: a block tells more
 MEMORY = 1024  # first drafts that the guess remembers
-FIRST, SAMPLE = 4, 8  # of a request the pool takes the first blocks, then every eighth: requests count alike
+FIRST, SAMPLE = 4, 6  # of a request the pool takes the first blocks, then every sixth: requests count alike
 DOUBT, DOUBT_ALL = 8.0, 16.0  # accepted drafts at which outcomes weigh what predictions do: a request's, all
 RECENT, RECENT_ALL = 32.0, 256.0  # accepted drafts that are remembered, likewise
 SURE, LEAST_TRUTH = 0.95, 0.05  # outcomes that good are no reason for doubt; doubt goes as far as that
-SCENARIOS = 256  # requests times scenarios of one decision
 UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is known
 FADE = 0.96  # per step
 FEW_ROWS = 16  # blocks that are quicker counted one by one
 FEW = 2.0  # how many blocks a depth's neighbour stands for
-
-
-@dataclass(frozen=True)
-class _Strata:
-    """Which case is what for R requests, [S, R] each: strata, not draws; a decision must not be a lottery."""
-
-    own: Floats  # below a request's trust in its own blocks: one of them
-    block: Ints  # which of them
-    pooled: Floats  # otherwise, below the trust in the pool: one of its blocks; out of step with ``own``
-    other: Ints  # which of those
-
-
-@cache
-def _strata(requests: int) -> _Strata:
-    s = min(max(SCENARIOS // max(requests, 1), 2), 64)
-    case, column = np.arange(s)[:, None], np.arange(requests)
-    return _Strata((case + 0.5) / s, case + 5 * column, ((case * 13) % s + 0.5) / s, case * 37 + 11 * column)
 
 
 class Book:
@@ -92,6 +76,8 @@ class Book:
         self._depth = np.arange(depths)
         self._pool_width = np.zeros((CLASSES, POOL), dtype=np.int64)
         self._pool_count = [0] * CLASSES
+        self._pool_late = np.zeros((CLASSES, POOL), dtype=np.bool_)  # not among the first blocks of a request
+        self._staged = [False] * CLASSES  # whether those differ from the first ones
         self._worth = [[0.0] * depths for _ in range(CLASSES)]  # of a draft whose forerunners were accepted
         self._worth_count = [[0.0] * depths for _ in range(CLASSES)]
         self._shrink = APART if proven else SHRINK
@@ -224,7 +210,9 @@ class Book:
         for k in classes:
             mine = np.flatnonzero(fresh if low == high else fresh & (kind == k))[:POOL]
             if len(mine):
-                self._pool(k, head[mine], feature[mine], survival[mine], width[mine])
+                self._pool(k, head[mine], feature[mine], survival[mine], width[mine], number[mine] >= FIRST)
+            if self._takes % STAGES == 0:
+                self._compare_stages(k)
 
     def _number(self, rows: Ints) -> Ints:
         """Which block of its request each one is; counts them."""
@@ -246,10 +234,34 @@ class Book:
         self._trust[same[first]] += count
         return out
 
-    def _pool(self, k: int, head: Floats, feature: Floats, survival: Floats, width: Ints) -> None:
+    def _compare_stages(self, k: int) -> None:
+        """Whether answers go on as they begin; if not, a block stands for its own stage only."""
+        n = min(self._pool_count[k], POOL)
+        late, worth = self._pool_late[k, :n], self._pool_survival[k, :n].sum(1)
+        first, later = worth[~late], worth[late]
+        if min(len(first), len(later)) < LATER:
+            self._staged[k] = False
+            return
+        error = math.sqrt(float(first.var()) / len(first) + float(later.var()) / len(later) + 1e-12)
+        self._staged[k] = abs(float(first.mean() - later.mean())) > APART_BY * error
+
+    def _own_first(self, kind: int, seen: int) -> int:
+        """Where a request's own blocks begin that count: those of its beginning do not where that differs."""
+        return FIRST if self._staged[kind] and 2 * FIRST <= seen < CASES else 0
+
+    def _pooled(self, kind: int, seen: int) -> Ints:
+        """Which blocks of the pool stand for the next one of a request that has ``seen``."""
+        n = min(self._pool_count[kind], POOL)
+        same = np.flatnonzero(self._pool_late[kind, :n] == (seen >= FIRST)) if self._staged[kind] else None
+        return np.arange(n) if same is None or not len(same) else same
+
+    def _pool(
+        self, k: int, head: Floats, feature: Floats, survival: Floats, width: Ints, late: NDArray[np.bool_]
+    ) -> None:
         at = (self._pool_count[k] + np.arange(len(width))) % POOL
         self._pool_head[k, at], self._pool_feature[k, at] = head, feature
         self._pool_survival[k, at], self._pool_width[k, at] = survival, width
+        self._pool_late[k, at] = late
         self._pool_count[k] += len(width)
 
     def _conditional(self, head: Floats, feature: Floats, kind: Ints | int) -> Floats:
@@ -369,15 +381,26 @@ class Book:
         return self._scenes[1]
 
     def _make_scenes(self, candidates: Sequence[Candidate]) -> Floats:
-        strata = _strata(len(candidates))
+        strata = strata_of(len(candidates))
         rows = self.rows([c.request_id for c in candidates])
         kinds = [c.kind for c in candidates]
         kind = np.array(kinds, dtype=np.int64)
         trust = np.minimum(self._trust[rows], CASES)
         own = strata.own < trust / (trust + self.shrink)
-        mine = self._survival[rows, strata.block % np.minimum(np.maximum(self._seen[rows], 1), CASES)]
+        seen = np.minimum(np.maximum(self._seen[rows], 1), CASES)
         have = np.array([min(self._pool_count[k], POOL) for k in kinds], dtype=np.int64)
-        other = self._pool_survival[kind, strata.other % np.maximum(have, 1)]
+        if any(self._staged):
+            counts = self._seen[rows].tolist()
+            first = np.array([self._own_first(k, n) for k, n in zip(kinds, counts, strict=True)])
+            mine = self._survival[rows, first + strata.block % (seen - first)]
+            at = np.empty_like(strata.other)
+            for k, late in sorted({(k, n >= FIRST) for k, n in zip(kinds, counts, strict=True)}):
+                which = (kind == k) & ((self._seen[rows] >= FIRST) == late)
+                blocks = self._pooled(k, FIRST if late else 0)
+                at[:, which] = blocks[strata.other[:, which] % len(blocks)] if len(blocks) else 0
+        else:
+            mine, at = self._survival[rows, strata.block % seen], strata.other % np.maximum(have, 1)
+        other = self._pool_survival[kind, at]
         factor = self._factor(rows)
         if min(factor.tolist(), default=1.0) < 1.0:
             mine, other = (np.minimum(v * factor[:, None], 1.0) for v in (mine, other))
@@ -397,11 +420,16 @@ class Book:
             row, factor = int(at[0]), float(self._factor(at)[0])
             out, n = self._guessed, int(min(self._seen[row], CASES))
             if have:
-                pool = np.minimum(self._pool_survival[c.kind, :have].mean(0) * factor, 1.0)
+                blocks = self._pool_survival[c.kind]
+                if self._staged[c.kind]:
+                    blocks = blocks[self._pooled(c.kind, int(self._seen[row]))]
+                else:
+                    blocks = blocks[:have]
+                pool = np.minimum(blocks.mean(0) * factor, 1.0)
                 out = out + have / (have + self._prior) * (pool - out)
             if n:
                 trust = min(float(self._trust[row]), CASES)
-                mine = np.minimum(self._survival[row, :n].mean(0) * factor, 1.0)
+                mine = np.minimum(self._survival[row, self._own_first(c.kind, n) : n].mean(0) * factor, 1.0)
                 out = out + trust / (trust + self.shrink) * (mine - out)
             self._single = (key, out.tolist())
         return self._single[1][: c.cap]

@@ -8,10 +8,9 @@ not. Drafting has its own table by (requests, width). The online correction is
 a slow average of measured over predicted time, so a wrong table heals.
 
 A machine that is shared, or gets hot, is slower at times, all sizes alike. So
-each step is first held against the pace of those just before it: what they
-have in common moves all prices together, which changes no decision, and only
-what is left says anything about one size against another or about drafting.
-How much is left from step to step (``noise``) tells how far prices can be trusted.
+what steps have in common moves all prices together, which changes no decision;
+what is left tells one size from another, and drafting from both (proportions.py).
+How far single steps are from the pace (``noise``) tells how far prices can be trusted.
 """
 
 from __future__ import annotations
@@ -27,16 +26,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from firesteel.speculation.proportions import Proportions, Run, Shares
+
 Floats = NDArray[np.float64]
 RATE = 0.05  # weight of one new measurement in the correction
 EARLY = 0.2  # the same while a size has hardly been measured
 SPIKE = 2.0  # a price this far outside of what its neighbours say was mismeasured
 TOGETHER, ALONE = 32, 16  # steps that are learned from at once, and first ones that are not
-NEWS = 1.0  # sum of their log ratios that does not wait
+NEWS = 2.0  # sum of their log ratios that does not wait
 PACE = 0.125  # weight of one step in the pace
 CALM = 0.02  # weight of one step in the noise
 CLIP = 0.7  # log ratio from which on a step is an accident
 LEAST_DRAFT = 0.02  # a drafting pass costs at least this share of the smallest step for its requests
+LIMIT = 3.9  # log of a correction at most
 DEPARTS = 1.3  # a step this far from its prediction is reported
 
 
@@ -131,7 +133,6 @@ class CostModel:
     """Prices steps and learns from measured ones."""
 
     table: CostTable
-    draft_correction: float = 1.0
     scale: float = 1.0  # of all prices
     departures: int = 0
     measured: int = 0
@@ -150,17 +151,19 @@ class CostModel:
         self._base: list[float] = self._ms.tolist()
         self._corrected: list[float] = list(self._base)
         self.corrections = [1.0] * len(self._sizes)
+        self._requests = [float(r) for r in self.table.requests]
+        self.draft_corrections = [1.0] * len(self._requests)
+        self.proportions = Proportions(self._sizes, self._requests)
         self._array: Floats | None = None  # of ``_corrected``
-        self._counts = [0.0] * len(self._sizes)  # measurements near each size
-        self._waiting: dict[
-            int, tuple[int, float]
-        ] = {}  # rows -> steps not learned from, sum of log ratios to the pace
+        self._hopes: Floats | None = None
+        self._newest: tuple[int, float, int, int] | None = None  # the newest step without prompts
         self._alike = 0  # steps without prompts
         self._common, self._commons = 0.0, 0  # sum of the log ratios of those that wait, and how many
         self._news, self._unlearned = 0.0, 0  # absolute log ratios of those, and how many
-        self._drafted = 0  # steps that told what drafting costs
+        self._entries = 0  # first drafting passes that told what beginning costs
         self._widths = sorted(self.table.draft)
         self._draft_table = _draft_prices(self.table, self._widths, self.row_ms)
+        self._shares: dict[int, Shares] = {}
         self._drafts: dict[tuple[int, int], float] = {}  # uncorrected prices that were asked for
 
     def step_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
@@ -179,6 +182,17 @@ class CostModel:
         beyond = (self.table.context if context is None else context) - self.table.context
         priced: Floats = np.maximum(out + rows * self.table.context_ms * beyond / 1000.0, 1e-3)
         return priced
+
+    def hopeful_ms(self, rows: NDArray[np.int64], context: float | None = None) -> Floats:
+        """``step_ms``, less what sizes near the newest one may prove cheaper; the first of ``rows`` as it is."""
+        out = self.step_ms(rows, context)
+        if self._hopes is None:
+            self._hopes = self.proportions.hopes()
+        if self.table.staircase:
+            out[1:] *= self._hopes[np.minimum(np.searchsorted(self._rows, rows[1:]), len(self._rows) - 1)]
+        else:
+            out[1:] *= np.interp(rows[1:], self._rows, self._hopes)
+        return out
 
     def row_ms(self, rows: int, context: float | None = None) -> float:
         """``step_ms`` of one row count."""
@@ -206,7 +220,15 @@ class CostModel:
         """Predicted milliseconds of a drafting pass."""
         if requests == 0 or width == 0 or not self.table.draft:
             return 0.0
-        return self._draft_base(requests, width) * self.draft_correction * self.scale
+        fix = sum(share * self.draft_corrections[i] for i, share in self._draft_shares(requests))
+        return self._draft_base(requests, width) * fix * self.scale
+
+    def _draft_shares(self, requests: int) -> Shares:
+        """Which request counts of the table a drafting pass is priced by, with their weights."""
+        out = self._shares.get(requests)
+        if out is None:
+            out = self._shares[requests] = _between(self._requests, requests, self.table.staircase)
+        return out
 
     def _draft_base(self, requests: int, width: int) -> float:
         """Milliseconds of a drafting pass by the table."""
@@ -235,10 +257,12 @@ class CostModel:
         width: int = 0,
         entered: int = 0,
         prompt_rows: int = 0,
+        context: float = -1.0,
     ) -> bool:
         """Learn from a whole step, in which ``drafting`` requests drafted ``width``, ``entered`` of them anew.
 
         A step with prompts tells what its size costs and nothing else: it is not like those around it.
+        context: mean tokens per row; without it the prediction is taken for what prices of now say.
         True if it departed from its prediction by more than 1.3x.
         """
         if rows <= 0 or not (0 < measured_ms < math.inf and 0 < predicted_ms < math.inf):
@@ -252,52 +276,66 @@ class CostModel:
             # 1.25 mean deviations are a standard deviation; spikes count less than their squares
             self.noise += max(CALM, 1.0 / (4.0 + self._alike)) * (1.25 * abs(own) - self.noise)
             self._common, self._commons = self._common + log, self._commons + 1
+            self._newest = rows, context if context >= 0 else float(self.table.context), drafting, width
         self._news, self._unlearned = self._news + abs(log), self._unlearned + 1
-        steps, logs = self._waiting.get(rows, (0, 0.0))
-        self._waiting[rows] = steps + 1, logs + (0.0 if 2 * entered > drafting else own)
+        if drafting and width and 2 * entered > drafting:  # what they caught up with is in it
+            if self.table.draft and not prompt_rows:
+                rate = max(RATE, EARLY / (1.0 + self._entries / 8.0))
+                self._entries += 1
+                self.entry_ms += rate * (predicted_ms * math.expm1(own) / entered - self.entry_ms)
+        elif drafting or not prompt_rows:  # what prompts cost beside plain steps decides nothing
+            took = math.log(measured_ms)
+            known = took if context >= 0 else log + math.log(self.scale)
+            key = (self._padded(rows), drafting, width)
+            self.proportions.hear(key, context, known, took, prompt_rows > 0)
         if self._unlearned >= TOGETHER or self._news >= NEWS or self.measured <= ALONE:
             self._learn()
-        if drafting and width and self.table.draft and not prompt_rows:
-            self._learn_draft(predicted_ms * math.expm1(own), drafting, width, entered)
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed
         return departed
 
+    def _padded(self, rows: int) -> int:
+        """The size that so many rows run as."""
+        at = bisect_left(self._sizes, rows)
+        return rows if not self.table.staircase or at == len(self._sizes) else self.table.rows[at]
+
     def _learn(self) -> None:
-        """Steps that wait move all prices by what they have in common, and those of their size by what is left."""
-        waiting = [(rows + 1.0, steps, logs) for rows, (steps, logs) in self._waiting.items()]
+        """Steps that wait move all prices by what they have in common, and sizes and drafting by their proportions."""
+        usual = self._newest
+        before = self.price(*usual) if usual is not None else 0.0
+        if self.proportions.learn(self._parts):
+            self.draft_corrections = np.exp(self.proportions.drafts.clip(-LIMIT, LIMIT)).tolist()
+            self.corrections = np.exp(self.proportions.sizes.clip(-LIMIT, LIMIT)).tolist()
+            if usual is not None:  # the price of what runs now stays what it was
+                self._correct()
+                self.scale = min(max(self.scale * before / self.price(*usual), 0.02), 50.0)
         if self._commons:
             rate = max(RATE, EARLY / (1.0 + self.measured / 8.0))
             common = self._common / self._commons * -math.expm1(-self._commons * rate)
             self.scale = min(max(self.scale * math.exp(common), 0.02), 50.0)
-        self._waiting.clear()
-        self._common, self._commons, self._news, self._unlearned, self._array = 0.0, 0, 0.0, 0, None
-        for i, size in enumerate(self._sizes):
-            weight = moved = 0.0
-            for rows, steps, logs in waiting:
-                near = (size + 1.0) / rows if size + 1.0 < rows else rows / (size + 1.0)
-                weight += near * steps
-                moved += near * logs
-            rate = max(RATE, EARLY / (1.0 + self._counts[i] / 8.0))
-            self._counts[i] += weight
-            # as if one by one: each would have been predicted by what the ones before had taught
-            shift = moved / weight * -math.expm1(-weight * rate)
-            self.corrections[i] = min(max(self.corrections[i] * math.exp(shift), 0.02), 50.0)
-            self._corrected[i] = self._base[i] * self.corrections[i] * self.scale
+        self._correct()
+        self._common, self._commons, self._news, self._unlearned = 0.0, 0, 0.0, 0
 
-    def _learn_draft(self, surplus_ms: float, drafting: int, width: int, entered: int) -> None:
-        """What a step with drafting took too long, its drafting may have; steps without tell which it was.
+    def _correct(self) -> None:
+        scale = self.scale
+        self._corrected = [b * c * scale for b, c in zip(self._base, self.corrections, strict=True)]
+        self._array = self._hopes = None
 
-        Where requests have just begun to draft, what they caught up with took it.
-        """
-        rate = max(RATE, EARLY / (1.0 + self._drafted / 8.0))
-        self._drafted += 1
-        if 2 * entered > drafting:
-            self.entry_ms += rate * (surplus_ms / entered - self.entry_ms)
-            return
-        base, now = self._draft_base(drafting, width) * self.scale, self.draft_correction
-        found = min(max(now + surplus_ms / base, now / 3.0), now * 3.0)
-        self.draft_correction = min(max(now + rate * (found - now), 0.02), 50.0)
+    def _parts(self, run: Run) -> tuple[float, Shares, float, Shares]:
+        """Price of a run's rows at a pace of 1 and the sizes it comes from; the same of its drafting."""
+        row = self.row_ms(run.rows, run.context if run.context >= 0 else None) / self.scale
+        drafts = self.draft_ms(run.drafting, run.width) / self.scale
+        sizes = _between(self._sizes, run.rows, self.table.staircase)
+        return row, sizes, drafts, self._draft_shares(run.drafting) if drafts else ()
+
+
+def _between(known: Sequence[float], asked: int, staircase: bool) -> Shares:
+    """Entries of ``known`` that ``asked`` is priced by, with their weights: the next one, or those around it."""
+    at = min(bisect_left(known, asked), len(known) - 1)
+    if staircase or at == 0 or asked >= known[at]:
+        return ((at, 1.0),)
+    high = (asked - known[at - 1]) / (known[at] - known[at - 1])
+    return (at - 1, 1.0 - high), (at, high)
 
 
 def _draft_prices(table: CostTable, widths: Sequence[int], row_ms: Callable[[int], float]) -> list[Floats]:

@@ -132,6 +132,7 @@ class Timing(NamedTuple):
     width: int = 0
     entered: int = 0  # of those that had not drafted in the step before
     prompt_rows: int = 0
+    context: float = -1.0  # mean tokens per row; below 0: unknown
 
 
 class Policy(Protocol):
