@@ -462,9 +462,10 @@ def down(
 ) -> None:
     """Fill out; see ``fed_down_kernel``. m: outputs in whole blocks."""
     slots, (lines, k), programs = owner.shape[0], h.shape, processors(h.device)
+    stages = how.stages - (out.element_size() > 2)  # wider results leave through more shared memory
     fed_down_kernel[(programs,)](
         blocks_of(data), words, base, h, hs, order, owner, out, slots, programs, D=out.shape[1], WIDE=m, K=k,
-        N=lines // slots, PLACES=places(slots), STAGES=how.stages, REGISTERS=how.registers, num_warps=4,
+        N=lines // slots, PLACES=places(slots), STAGES=stages, REGISTERS=how.registers, num_warps=4,
         launch_pdl=launched_early(),
     )  # fmt: skip
 
