@@ -2,12 +2,13 @@
 
 A row has to be in its window when its request drafts, is saved or leaves a
 snapshot, and not before: a request that does not draft, or ends first, never
-pays for its own. What waits is written together, which costs a fraction of
-row by row.
+pays for its own, nor does a row that has left its window before. What waits is
+written together, which costs a fraction of row by row.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,7 +18,10 @@ from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import LayerMemory
 from firesteel.ops.types import PassContext
 
-MOST_BYTES = 32 << 20  # streams that may wait: hundreds of rows of a small model, some of a large one
+MOST_BYTES = (
+    256 << 20
+)  # streams that may wait: windows of a hundred requests of a small model, of two of a large one
+LATE = 3  # steps by which a snapshot may come late, at most
 
 
 class Owed:
@@ -30,13 +34,27 @@ class Owed:
         self._owners: list[Sequence[int]] = []  # slots that have rows in each pass
         self._begun = 0  # number of the first pass that waits
         self._since = [0] * slots  # number of a slot's first pass that counts
+        self._own = [deque[int]() for _ in range(slots)]  # numbers of its passes from there on
+        block = drafter.dspark.block_size
+        # a pass has at least one row that stays; what a window held so many passes ago has left it
+        self.most = drafter.config.sliding_window + LATE * (1 + block)
         self.nbytes = 0  # of the passes' streams
 
     def add(self, streams: list[Tensor], ctx: PassContext, owners: Sequence[int]) -> None:
         """A pass of ``owners`` has run; ``streams`` [R, hc, D] of its tapped layers."""
+        number = self._begun + len(self.passes)
         self.passes.append((streams, ctx))
         self._owners.append(owners)
         self.nbytes += sum(h.nbytes for h in streams)
+        gone = False
+        for slot in owners:
+            own = self._own[slot]
+            own.append(number)
+            if len(own) > self.most:
+                own.popleft()
+                self._since[slot], gone = own[0], True
+        if gone:
+            self._let_go()
 
     @property
     def full(self) -> bool:
@@ -52,6 +70,7 @@ class Owed:
         for slot in slots:
             first[slot] = max(self._since[slot] - self._begun, 0)
             self._since[slot] = self._begun + count
+            self._own[slot].clear()
         at = min(first)
         if at < count:
             wanted = torch.tensor([f - at for f in first]) if any(f > at for f in first) else None
@@ -62,6 +81,7 @@ class Owed:
         """What earlier passes owe to these slots belongs to requests that left them."""
         for slot in slots:
             self._since[slot] = self._begun + len(self.passes)
+            self._own[slot].clear()
         self._let_go()
 
     def _let_go(self) -> None:
