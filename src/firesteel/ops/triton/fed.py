@@ -27,12 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from firesteel.ops.triton.fp4 import FOLDED
 from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early, pow2
 from firesteel.ops.triton.piped import processors
 from firesteel.ops.triton.piped_parts import barrier, sum_layout, zeros
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.streamed import rounded
+from firesteel.ops.triton.streamed import rounded, unfold_half
 
 LINES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -141,33 +140,12 @@ def feed(
 
 # ---- sums -------------------------------------------------------------------------------
 @gluon.jit
-def unfold_half(packed, word, PART: gl.constexpr):
-    """``fp4.unfold_half`` with given layouts: codes uint8 [64, 64]."""
-    one, two = (word >> (16 * PART)) & 0xFF, (word >> (16 * PART + 8)) & 0xFF
-    a, b = gl.inline_asm_elementwise(
-        FOLDED,
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [
-            packed,
-            gl.expand_dims(one * 0x01010100 + 0x0C080000, 1),
-            gl.expand_dims(one * 0x01010101 + 0x1C181410, 1),
-            gl.expand_dims(two * 0x01010100 + 0x0C080000, 1),
-            gl.expand_dims(two * 0x01010101 + 0x1C181410, 1),
-        ],
-        dtype=(gl.uint8, gl.uint8),
-        is_pure=True,
-        pack=4,
-    )
-    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, 64])
-
-
-@gluon.jit
 def operand(packed, words, slot, WHICH: gl.constexpr, J: gl.constexpr, SHARE: gl.constexpr, N: gl.constexpr):
     """e4m3 [64, 128]: a warp group's outputs of block J of the first or second line in a slot."""
     word = words.index(slot * 2 + WHICH).slice(J * 128 + SHARE * 64, 64).load(gl.SliceLayout(1, LINES))
     block = packed.index(slot * 4 + 2 * WHICH + J)
     a, b = block.slice(SHARE * 64, 64, 0).load(LINES), block.slice(SHARE * 64 + 128, 64, 0).load(LINES)
-    a, b = unfold_half(a, word, 0), unfold_half(b, word, 1)
+    a, b = unfold_half(a, word, 0, 64), unfold_half(b, word, 1, 64)
     c = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, 128]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(c, gl.DotOperandLayout(0, sum_layout(N), 4), assert_trivial=True)
 

@@ -61,8 +61,8 @@ def row_layout(warps):
 
 # ---- unpacking --------------------------------------------------------------------------
 @gluon.jit
-def unfold_half(packed, word, HALF: gl.constexpr):
-    """``fp4.unfold_half`` with given layouts: codes uint8 [128, 64]."""
+def unfold_half(packed, word, HALF: gl.constexpr, LINES: gl.constexpr):
+    """``fp4.unfold_half`` with given layouts: codes uint8 [LINES, 64]."""
     one, two = (word >> (16 * HALF)) & 0xFF, (word >> (16 * HALF + 8)) & 0xFF
     a, b = gl.inline_asm_elementwise(
         FOLDED,
@@ -78,7 +78,7 @@ def unfold_half(packed, word, HALF: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [128, 64])
+    return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [LINES, 64])
 
 
 @gluon.jit
@@ -86,8 +86,8 @@ def operand(first, second, words, slot, WARPS: gl.constexpr, N: gl.constexpr):
     """e4m3 [128, 128] of the packed block in a slot of shared memory."""
     LINES: gl.constexpr = packed_layout(WARPS)
     word = words.index(slot).load(gl.SliceLayout(1, LINES))
-    a = unfold_half(first.index(slot).load(LINES), word, 0)
-    b = unfold_half(second.index(slot).load(LINES), word, 1)
+    a = unfold_half(first.index(slot).load(LINES), word, 0, M)
+    b = unfold_half(second.index(slot).load(LINES), word, 1, M)
     c = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [128, 128]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(c, gl.DotOperandLayout(0, sum_layout(WARPS, N), 4), assert_trivial=True)
 
