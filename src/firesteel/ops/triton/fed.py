@@ -6,8 +6,8 @@ blocks of both lines, rows and scales ahead into a ring of shared memory, across
 warp groups unpack and multiply half of the outputs each: while one unpacks, scales and adds, the matrix units work
 for the other.
 
-What a group multiplies is ready where its loop turns and nothing is in flight there, and the body has no
-branch: else the assembler puts a wait behind every matrix instruction, without an error.
+No product is in flight where a group's loop turns or waits for the ring: else the assembler puts a wait behind
+every matrix instruction, without an error.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # pointe
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TWICE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-PLANES = gl.NVMMASharedLayout(
-    swizzle_byte_width=32, element_bitwidth=8, rank=2
-)  # of a packed block [256, 32]
+PLANES = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2)  # of a block [256, 32]
 
 
 @dataclass(frozen=True)
