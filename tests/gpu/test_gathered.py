@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(launch.INTERPRETED, reason="kernels run under the interpreter in this process"),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-    pytest.mark.skipif(not gathered.usable(), reason="an NVIDIA device of capability 9 is needed"),
+    pytest.mark.skipif(not launch.usable(), reason="an NVIDIA device of capability 9 is needed"),
 ]
 
 DIM, RING, SPAN, PAGE, ROWS, GROUP = 512, 152, 128, 256, 320, 8

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the 'gpu' extra is not installed")
 
-from firesteel.ops.triton import fed, folded, fp4, launch, moe, streamed, why_not
+from firesteel.ops.triton import fed, folded, fp4, launch, moe, why_not
 from firesteel.ops.triton.folded import Part, Shape
 from firesteel.ops.triton.linear import Scratch, quantise
 
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(launch.INTERPRETED, reason="kernels run under the interpreter in this process"),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-    pytest.mark.skipif(not streamed.usable(), reason="an NVIDIA device of capability 9 is needed"),
+    pytest.mark.skipif(not launch.usable(), reason="an NVIDIA device of capability 9 is needed"),
 ]
 
 EXPERTS, TOP, POOL = 12, 3, 700

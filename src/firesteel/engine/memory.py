@@ -12,6 +12,7 @@ Page 0 and the last slot are scratch: padding rows write there, nobody reads it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,11 @@ class Memory:
     def free_slots(self) -> int:
         """Slots nobody holds."""
         return len(self._free_slots)
+
+    @property
+    def idle(self) -> Iterable[int]:
+        """Those slots."""
+        return self._free_slots
 
     def live_slots(self) -> set[int]:
         """Slots that somebody holds."""

@@ -18,9 +18,7 @@ from firesteel.models.deepseek_v4.dspark import Drafter
 from firesteel.models.deepseek_v4.model import LayerMemory
 from firesteel.ops.types import PassContext
 
-MOST_BYTES = (
-    256 << 20
-)  # streams that may wait: windows of a hundred requests of a small model, of two of a large one
+MOST_BYTES = 256 << 20  # streams that may wait: windows of a hundred requests of a small model
 LATE = 3  # steps by which a snapshot may come late, at most
 
 

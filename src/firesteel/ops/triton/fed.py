@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early, pow2
-from firesteel.ops.triton.piped import processors
+from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early, pow2, processors
 from firesteel.ops.triton.piped_parts import barrier, sum_layout, zeros
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.triton.streamed import rounded, unfold_half

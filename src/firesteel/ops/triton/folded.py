@@ -16,7 +16,7 @@ from torch import Tensor
 from firesteel.ops.triton import fed, streamed
 from firesteel.ops.triton.experts import finish_up
 from firesteel.ops.triton.fp4 import unfold
-from firesteel.ops.triton.launch import begin, kernel
+from firesteel.ops.triton.launch import begin, kernel, usable
 from firesteel.ops.triton.linear import Scratch
 from firesteel.ops.triton.spec import Spec
 
@@ -301,7 +301,7 @@ class Shape:
 
 def streams(m: int, k: int) -> bool:
     """Whether weights [m, k] per expert may take the form of ``streamed`` here."""
-    return streamed.usable() and m % 256 == 0 and k % 512 == 0
+    return usable() and m % 256 == 0 and k % 512 == 0
 
 
 def streamed_shape(tile_n: int, slots: int) -> Shape:

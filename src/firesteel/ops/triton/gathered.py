@@ -12,8 +12,6 @@ every instruction, without an error.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from firesteel.core import RowBatch
-from firesteel.ops.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early, processors, usable
 from firesteel.ops.triton.norms import types
 from firesteel.ops.triton.spec import Spec
 
@@ -43,20 +41,6 @@ SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@functools.cache
-def usable() -> bool:
-    """Whether the device has the matrix instructions that this kernel names: NVIDIA of capability 9."""
-    if INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 # ---- keys -------------------------------------------------------------------------------

@@ -55,6 +55,20 @@ def begin():
 
 
 @functools.cache
+def usable() -> bool:
+    """Whether the device has the instructions that the forms in Gluon name: NVIDIA of capability 9."""
+    if INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] == 9
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
 def launched_early() -> bool:
     """Whether kernels may be launched before the one in front has finished: NVIDIA from Hopper on."""
     usable = not INTERPRETED and torch.version.cuda is not None and torch.cuda.is_available()

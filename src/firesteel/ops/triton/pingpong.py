@@ -10,9 +10,6 @@ instructions, weights are the M operand. Written in Gluon: plain Triton cannot g
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from firesteel.ops.triton.launch import INTERPRETED, cdiv, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    launched_early,
+    processors,
+    usable,
+)
 from firesteel.ops.triton.sample import (
     DRAFT_STREAM,
     KEY,
@@ -306,20 +310,6 @@ def head_pingpong(
 
 
 # ---- launches ---------------------------------------------------------------------------
-@functools.cache
-def usable() -> bool:
-    """Whether the device has the instructions that these kernels name: NVIDIA of capability 9."""
-    if INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def block(w: Tensor, lines: int = 128) -> TensorDescriptor:
     """A descriptor of bf16 [N, K] in blocks of a slot."""
     return TensorDescriptor.from_tensor(w, [lines, 64], SLOT)
@@ -343,7 +333,7 @@ def run_head(x: Tensor, w: Tensor, rows: int, sampling: Sampling) -> Partials:
     (vocab, k), row_tiles = w.shape, cdiv(rows, 128)
     tiles = cdiv(vocab, 128)
     parts = Partials(rows, tiles, x.device, False)
-    programs = min(multiprocessors(x.device), tiles * row_tiles)
+    programs = min(processors(x.device), tiles * row_tiles)
     slots, positions, state = sampling
     head_pingpong[(programs,)](
         block(x, 64), block(w), slots, positions, *seeds(state)[1:], parts.values, parts.ids, rows, row_tiles, tiles,

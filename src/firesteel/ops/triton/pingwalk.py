@@ -20,7 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from firesteel.ops.triton.launch import cdiv, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    launched_early,
+    processors,
+    usable,
+)
 from firesteel.ops.triton.pingpong import (
     DESCRIPTOR,
     SOME,
@@ -30,14 +37,12 @@ from firesteel.ops.triton.pingpong import (
     block,
     keep_best,
     keep_winner,
-    multiprocessors,
     own_layout,
     put,
     row_keys,
     spread_layout,
     sum_layout,
     unit_of,
-    usable,
 )
 from firesteel.ops.triton.sample import KEY, NO_ID, PARTS, Partials, seeds
 from firesteel.ops.triton.spec import Spec
@@ -201,7 +206,7 @@ def run_walk(
     """``head.run_head`` of a step of the walk that stores nothing: x float32 [V, K], w bf16 [V, K]."""
     (vocab, k), tile = w.shape, 16 if rows <= 16 else 32
     row_tiles = cdiv(rows, tile)
-    programs = min(cdiv(vocab, 128), max(1, multiprocessors(x.device) // row_tiles))
+    programs = min(cdiv(vocab, 128), max(1, processors(x.device) // row_tiles))
     parts = Partials(rows, 2 * programs, x.device, True)
     unit = unit_of(base.stride(0))
     slots, positions, state = sampling

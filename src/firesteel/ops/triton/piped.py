@@ -9,7 +9,6 @@ A row's additions are those of ``products.range_sum``, ranges and all.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from firesteel.ops.triton.launch import cdiv, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import cdiv, gdc_launch_dependents, gdc_wait, launched_early, processors
 from firesteel.ops.triton.piped_parts import (
     CODES,
     HALVES,
@@ -305,12 +304,6 @@ def blocks_of(x: Tensor, lines: int) -> TensorDescriptor:
     """A descriptor of blocks of 128 bytes of as many lines."""
     narrow = x.element_size() == 1
     return TensorDescriptor.from_tensor(x, [lines, 128 if narrow else 64], CODES if narrow else HALVES)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def fits(k: int, splits: int, pipe: Pipe) -> bool:

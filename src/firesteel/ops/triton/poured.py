@@ -22,11 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from firesteel.ops.triton.launch import cdiv, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import cdiv, gdc_launch_dependents, gdc_wait, launched_early, usable
 from firesteel.ops.triton.piped_parts import HALVES, barrier
 from firesteel.ops.triton.rounding import narrow
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.streamed import usable
 
 ROWS = 32  # of a tile
 WIDE = 64  # channels of a chunk

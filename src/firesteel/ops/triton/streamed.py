@@ -12,9 +12,6 @@ next product, and the loop's body has no branch.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,19 +19,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from firesteel.ops.triton.fp4 import FOLDED
-from firesteel.ops.triton.launch import INTERPRETED, gdc_launch_dependents, gdc_wait, launched_early
+from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early
 from firesteel.ops.triton.spec import Spec
 
 How = tuple[int, int, int, int]  # warps, stages, blocks unrolled, registers per thread
 M = gl.constexpr(128)  # outputs of a block line
-
-
-@functools.cache
-def usable() -> bool:
-    """Whether the device has the matrix instructions that these kernels name: NVIDIA of capability 9."""
-    if INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
 
 
 # ---- layouts ----------------------------------------------------------------------------
