@@ -25,6 +25,7 @@ KINDS = {  # ratio of entries, first position, heads
     "window": (0, 90, 64),
     "block": (0, 300, 64),
     "chosen": (4, 2500, 128),
+    "seen": (4, 1000, 64),  # all that a row sees: from 4 tiles to 6
     "all": (128, 3000, 64),
     "parts": (128, 66000, 64),
 }
@@ -56,6 +57,9 @@ class Pass:
             order = torch.rand(ROWS, start // 4, device="cuda", generator=rng).argsort(-1)
             self.chosen = order[:, :512].sort(-1).values.contiguous()
             self.chosen[::3, -70:] = -1
+        if kind == "seen":
+            order = torch.arange(512, device="cuda").expand(ROWS, 512)
+            self.chosen = torch.where(order < (self.positions[:, None] + 1) // 4, order, -1)
         angle = torch.rand(ROWS, 32, device="cuda", generator=rng)
         self.angles = angle.cos(), angle.sin()
         self.sinks = torch.randn(self.heads, device="cuda", generator=rng)
@@ -81,6 +85,7 @@ class Pass:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gathered_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "GATHERED", True)
+    monkeypatch.setattr(attention, "RELAY_FROM", 1 << 30)
     world = Pass(kind)
     rows = torch.arange(ROWS, device="cuda")
     got = world.run(rows)
@@ -91,6 +96,10 @@ def test_gathered_keys(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pieces in (1, 2, 4):
         monkeypatch.setattr(gathered, "pieces_of", lambda items, most, pieces=pieces: pieces)
         assert torch.equal(world.run(rows), got), pieces
+    monkeypatch.setattr(attention, "RELAY_FROM", 1)  # no kernel of its own for rows of several parts
+    for few in (1, 3, 8, 17, 33, len(groups)):  # programs with one row up to rows of several groups
+        picked = groups[torch.randperm(len(groups), device="cuda")[:few]].flatten()
+        assert torch.equal(world.run(picked), got[picked]), ("relay", few)
     monkeypatch.setattr(attention, "GATHERED", False)
     plain = world.run(rows)
     assert not torch.equal(got, plain), "both ran the same form"

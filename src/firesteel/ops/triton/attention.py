@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton import gathered
+from firesteel.ops.triton import gathered, relay
 from firesteel.ops.triton.ends import finish, queries
 from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 from firesteel.ops.triton.norms import angles, types
@@ -320,6 +320,7 @@ def unturned(q: Tensor, heads: int, eps: float) -> Tensor:
 
 
 GATHERED = True  # Hopper's own form, ``gathered``, for every row count: faster from 64 rows on, slower below
+RELAY_FROM = 64  # rows from which ``relay`` serves passes of one part: faster for all layers
 SPREAD = 132  # programs that a pass of few rows is spread over: multiprocessors of an H200
 
 
@@ -404,10 +405,13 @@ def attention(
             "SPAN": span, "TILES": cdiv(span + ctx.block, 64), "RING": window.shape[1], "RATIO": max(ratio, 1),
             "PER_PAGE": per_page, "KIND": kind.value, "BLOCK": ctx.block > 0, "SIZE": PART,
         }  # fmt: skip
-        gathered.attend(
-            q, kv, window, sinks, entries, selection, dense(ctx.page_table), r, (cos, sin), out, (acc, stat), parts,
-            constants, LOG2E / math.sqrt(dim), eps,
-        )  # fmt: skip
+        tables = dense(ctx.page_table), r, (cos, sin)
+        tensors = q, kv, window, sinks, entries, selection, *tables, out
+        if parts == 1 and rows >= RELAY_FROM:
+            constants["FEW"] = relay.few_form(span, ctx.block, entries is not None)
+            relay.attend(*tensors, constants, LOG2E / math.sqrt(dim), eps)
+        else:
+            gathered.attend(*tensors, (acc, stat), parts, constants, LOG2E / math.sqrt(dim), eps)
     else:
         attend[(rows * cdiv(heads, s.heads), parts)](
             q, kv, window, sinks, window if entries is None else entries, r.slots if selection is None else selection,
@@ -492,4 +496,5 @@ def _specs() -> list[Spec]:
     return [*out, merge]
 
 
-KERNELS = [*_specs(), *gathered.specs({"H": 64, "D": 512, "HALF": 32, "SIZE": PART})]
+SHAPE = {"H": 64, "D": 512, "HALF": 32, "SIZE": PART}
+KERNELS = [*_specs(), *gathered.specs(SHAPE), *relay.specs(SHAPE)]

@@ -52,7 +52,11 @@ FRAMES = {
     "linear-fp8-piped-2-more": 16,  # Triton 3.6 alone, as the last two
     "linears-together-piped-384": 16,
     "attention_all_gathered_4": 8,
-    "attention_chosen_gathered_4": 8,
+    "attention_chosen_gathered_4": 16,
+    "attention_window_relay": 8,
+    "attention_block_relay": 8,
+    "attention_all_relay": 8,
+    "attention_chosen_relay": 16,
 }
 ALLOWED_SPILLS: dict[str, int] = {}  # gfx942: registers a kernel may spill; none does (Triton 3.8.0)
 INSTRUCTIONS = re.compile(r"\b(wgmma\.mma_async\S+|mma\.sync\S+|tcgen05\.mma\S*|v_s?mfmac?_\w+)")

@@ -82,6 +82,18 @@ def end_of(place, chosen, RATIO: gl.constexpr, KIND: gl.constexpr, SIZE: gl.cons
 
 
 @gluon.jit
+def tile_at(
+    t, place, chosen,
+    RATIO: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, TILES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Which tile of an item is the t-th: at odd positions the entries come first; see ``relay.tile_at``."""
+    SHIFT: gl.constexpr = 2 if BLOCK and TILES == 3 else TILES
+    end = end_of(place, chosen, RATIO, KIND, SIZE, TILES)
+    other = gl.where(t + SHIFT >= end, t + SHIFT - end, t + SHIFT)
+    return gl.where(((place[1] & 1) == 1) & (place[6] == 0), other, t)
+
+
+@gluon.jit
 def entry_of(
     t, live, place, chosen, chosen_ptr,
     RATIO: gl.constexpr, KIND: gl.constexpr, SIZE: gl.constexpr, TILES: gl.constexpr,
@@ -122,8 +134,8 @@ def address_of(
         here = i >= SPAN
         source = first + i - SPAN
         valid = (want >= 0) & ((i < SPAN) | (source <= last))
-    else:  # the SPAN rows up to this one
-        want = position - SPAN + 1 + i
+    else:  # the SPAN rows up to this one, each at the remainder of its position: the next row's differ in one
+        want = position - ((position - i + SPAN).to(gl.uint32) % SPAN).to(gl.int32)
         here = want >= start
         source = first + want - start
         valid = (want >= 0) & (i < SPAN)
@@ -206,7 +218,7 @@ def keep(
     H: gl.constexpr, D: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Store dims ``dim`` ... of acc [64, 128] / total; ``turn``: those of the last piece, turned back."""
-    y = gl.convert_layout((acc / gl.expand_dims(total, 1)).to(gl.bfloat16), WIDE)
+    y = gl.convert_layout((acc * gl.expand_dims(1.0 / total, 1)).to(gl.bfloat16), WIDE)
     if turn:
         y = turned(y.to(gl.float32), cos_ptr, sin_ptr, row, dim, D, HALF, True).to(gl.bfloat16)
     line = head + gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
@@ -281,6 +293,7 @@ def one_tile(
     inner = t + 2 < end  # of this item, or of the next one
     then, live = gl.where(inner, t + 2, tile2 + t + 2 - end), inner | more
     follower = either(inner, place, follower)
+    then = tile_at(then, follower, chosen, RATIO, KIND, SIZE, TILES, BLOCK)
     entry = entry_of(then, live, follower, chosen, chosen_ptr, RATIO, KIND, SIZE, TILES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     valid = valids.index(at).load(gl.SliceLayout(0, SCORE)) != 0
@@ -336,10 +349,11 @@ def gathered_kernel(
             fetch_keys(ahead, keys, valids, 0, kv_ptr)  # type: ignore[has-type]  # noqa: F821
             async_copy.commit_group()
         live = tile + i < end_of(place, chosen, RATIO, KIND, SIZE, TILES)
-        entry = entry_of(tile + i, live, place, chosen, chosen_ptr, RATIO, KIND, SIZE, TILES)
+        t = tile_at(tile + i, place, chosen, RATIO, KIND, SIZE, TILES, BLOCK)
+        entry = entry_of(t, live, place, chosen, chosen_ptr, RATIO, KIND, SIZE, TILES)
         page = page_of(entry, place, columns, page_ptr, PER_PAGE, KIND)
         ahead = address_of(
-            tile + i, live, place, entry, page, kv_ptr, ring_ptr, entry_ptr, page_stride, D, SPAN, RING, PER_PAGE,
+            t, live, place, entry, page, kv_ptr, ring_ptr, entry_ptr, page_stride, D, SPAN, RING, PER_PAGE,
             KIND, BLOCK,
         )  # fmt: skip
     at = 0
