@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Plan:
     warm_requests: int | None = None  # of one warm-up; None: as many as a round
     seed: int = 0
     prefix_caching: bool = True
-    keep_prefixes: bool = False  # prompts run once, in the first warm-up of a point
+    keep_prefixes: bool = False  # a prompt runs once at a point, unmeasured, and is in the cache from then on
     phase: str = "all"  # "decode": arms are judged by the time in which all requests decode
     clock: str = "wall"  # "cpu": seconds this process ran, for one thread on a shared machine
     acceptance: str = "coupled"
@@ -129,8 +129,11 @@ class Sweep:
         tally = self._warm_up(concurrency, tick)
         clock = CLOCKS[plan.clock]
         runs: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
+        known: set[tuple[int, ...]] = set()
         for r in range(plan.rounds):
             begun = time.monotonic()
+            if plan.keep_prefixes:
+                self._cache(self.jobs(r * count, count), concurrency, known)
             for arm in self._order(r):
                 tick(f"{concurrency} at once, round {r + 1}, {arm.name}")
                 runs[arm.name].append(
@@ -161,6 +164,14 @@ class Sweep:
             assert isinstance(learned, Adaptive), "the adaptive arm"
             out["reliability"] = learned.calibrator.quality()
         return out
+
+    def _cache(self, jobs: Sequence[Job], concurrency: int, known: set[tuple[int, ...]]) -> None:
+        """Run the prompts that are not ``known``, for one token each: else the first arm of a round pays for them."""
+        new = {tuple(j.ids): j for j in jobs if tuple(j.ids) not in known}
+        once = [Job(j.ids, replace(j.params, max_tokens=1)) for j in new.values()]
+        if once:
+            self.rig.run(self.arms[0], once, concurrency, keep_prefixes=True)
+        known |= set(new)
 
     def _order(self, turn: int) -> list[Arm]:
         """Every arm stands at every place of a round once: no arm always runs behind a heavy one."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from firesteel.core import NO_DRAFTS, Admission, Budget, Chunk, Restore, Save, SnapshotOrder
 from firesteel.engine.sequence import Sequence
-from firesteel.speculation.policy import Candidate
+from firesteel.speculation.policy import Candidate, Drafting
 
 
 @dataclass
@@ -34,6 +34,21 @@ class Draftboard:
     snapshots: list[tuple[Sequence, SnapshotOrder]] = field(default_factory=list)
     budget: Budget = NO_DRAFTS
     preempted: bool = False
+
+
+@dataclass
+class Rest:
+    """Steps for which the policy is not asked: nobody drafts, and nothing that it looks at changes."""
+
+    drafting: Drafting
+    budget: Budget
+    decodes: list[Sequence]
+    steps: int = 0  # planned so far
+
+    def goes_on(self, board: Draftboard) -> bool:
+        """Whether the plan on the board is one more of them."""
+        same = not board.chunks and board.decodes == self.decodes
+        return same and self.steps < self.drafting.rest
 
 
 def candidate(seq: Sequence) -> Candidate:

@@ -202,6 +202,7 @@ class Engine:
         self.scheduler.sweep()
         plan, now = handle.plan, self.runner.timer()
         self._record(
+            plan.report_drafts,
             StepRecord(
                 step=plan.step,
                 prompt_rows=plan.prompt_rows,
@@ -218,22 +219,25 @@ class Engine:
                 predicted_ms=plan.predicted_ms,
                 measured_ms=result.ms,
                 host_ms=(self._host_s + now - begun) * 1e3,
-            )
+            ),
         )
         self._host_s = 0.0
 
-    def _record(self, record: StepRecord) -> None:
-        """Keep a step's record, with what the policy has to say, and trace it."""
+    def _record(self, asked: bool, record: StepRecord) -> None:
+        """Keep a step's record, with what the policy has to say, and trace it; ``asked``: it was not at rest."""
         policy = self.scheduler.policy
         if isinstance(policy, Adaptive):
-            for name, text in policy.watch.news():
-                record.notes.append(f"{name}: {text}")
-                log.warning("%s: %s", name, text)
             spent = record.measured_ms
             if self.runner.device.type == "cpu" and self.runner.virtual is None:
                 spent += record.host_ms  # nothing runs meanwhile
-            plain = not (record.budget.drafts or record.drafting)
-            policy.account(record.prompt_rows == 0, plain, record.predicted_ms, spent)
+            if asked:
+                for name, text in policy.watch.news():
+                    record.notes.append(f"{name}: {text}")
+                    log.warning("%s: %s", name, text)
+                plain = not (record.budget.drafts or record.drafting)
+                policy.account(record.prompt_rows == 0, plain, record.predicted_ms, spent)
+            else:
+                policy.slept(record.rows, record.context, record.predicted_ms, record.measured_ms, spent)
         self.records.append(record)
         if self._trace is not None:
             self._trace.write(json.dumps(asdict(record)) + "\n")

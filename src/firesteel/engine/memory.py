@@ -12,7 +12,6 @@ Page 0 and the last slot are scratch: padding rows write there, nobody reads it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -131,17 +130,13 @@ class Memory:
         self._free_slots: deque[int] = deque(range(slots))
         self._pages: dict[int, list[int]] = {}  # by slot
         self._dirty: set[int] = set()
+        self.left: set[int] = set()  # slots given back; the runner takes them off when it owes them nothing
 
     # ---- account -----------------------------------------------------------
     @property
     def free_slots(self) -> int:
         """Slots nobody holds."""
         return len(self._free_slots)
-
-    @property
-    def idle(self) -> Iterable[int]:
-        """Those slots."""
-        return self._free_slots
 
     def live_slots(self) -> set[int]:
         """Slots that somebody holds."""
@@ -188,6 +183,7 @@ class Memory:
         self.pool.drop(self._pages.pop(slot))
         self._free_slots.append(slot)
         self._dirty.discard(slot)
+        self.left.add(slot)
 
     def check(self, cached: list[int] | None = None) -> None:
         """Conservation of slots and pages; ``cached`` are the prefix cache's holds."""

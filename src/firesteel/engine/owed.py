@@ -77,10 +77,12 @@ class Owed:
 
     def forgive(self, slots: Iterable[int]) -> None:
         """What earlier passes owe to these slots belongs to requests that left them."""
-        for slot in slots:
+        owing = [slot for slot in slots if self._own[slot]]
+        for slot in owing:
             self._since[slot] = self._begun + len(self.passes)
             self._own[slot].clear()
-        self._let_go()
+        if owing:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Of the oldest passes, as far as nobody waits for them."""

@@ -289,8 +289,11 @@ class Runner:
             self.slots.restore(line, restore.slot)
             self.memory.restore(copy, restore.slot, list(restore.pages))
         taken = [a.slot for a in plan.admissions] + [r.slot for r in plan.restores]
-        if self.owed is not None and (taken or self.owed.passes):
-            self.owed.forgive({*taken, *self.memory.idle} - {order.slot for order in plan.snapshots})
+        left = self.memory.left
+        if self.owed is not None and (taken or left):
+            wanted = {order.slot for order in plan.snapshots}
+            self.owed.forgive({*taken, *left} - wanted)
+            left &= wanted
         if self.simulator is not None and taken:
             self.simulator.prepare(self.slots.ints(taken), self.slots.state)
         self.memory.push()

@@ -22,7 +22,7 @@ from firesteel.core import (
     SnapshotOrder,
     StepPlan,
 )
-from firesteel.engine.draftboard import Draftboard, SchedulerStats, candidate
+from firesteel.engine.draftboard import Draftboard, Rest, SchedulerStats, candidate
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
@@ -56,6 +56,7 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         self._forget: list[int] = []
         self._step, self._paced = 0, False  # whether any request has asked for a speed
+        self._rest: Rest | None = None
         self._swapped = 0  # bytes of saved copies
         self._slot_bytes = memory.ring_bytes()
         self._page_bytes = memory.page_bytes()
@@ -111,12 +112,19 @@ class Scheduler:
         top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
         load = self._load(bounds, rows - board.budget.drafts, board.room)
-        draft = NO_DRAFTING
-        if self.gamma and sampling:
+        draft, resting = NO_DRAFTING, self._rest is not None and self._rest.goes_on(board)
+        if resting:
+            assert self._rest is not None, "just asked"
+            draft = self._rest.drafting
+            self._rest.steps += 1
+        elif self.gamma and sampling:
+            self._end_rest()
             have = board.candidates  # nothing that they say has changed since
             late = [candidate(s) for s in board.decodes[len(have) :]]
             firsts = [candidate(s) for s in board.firsts]
             draft = self.policy.drafting([*firsts, *have, *late] if firsts or late else have, load)
+            if draft.rest and not (board.chunks or board.budget.drafts or late):
+                self._rest = Rest(draft, board.budget, list(board.decodes))
         decodes = [Decode(s.request_id, s.slot) for s in board.decodes]
         drafting = [*(Decode(s.request_id, s.slot) for s in board.firsts), *decodes]
         if len(draft.request_ids) < len(sampling):
@@ -149,7 +157,7 @@ class Scheduler:
             if draft.weights
             else (),
             draft_depth=self.gamma if board.budget.drafts else 0,
-            report_drafts=self.policy.learns,
+            report_drafts=self.policy.learns and not resting,
             calibration=None if calibration is None else calibration.plain(),
             context=load.context,
             predicted_ms=self.policy.predict(rows, load.context, draft),
@@ -175,12 +183,19 @@ class Scheduler:
         pending = sum(len(s.base) - s.planned for s in self.running if s.finish is None and not s.prefilled)
         pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
         kept = min(self.config.max_num_batched_tokens // 4, pending)
-        if self.gamma and board.decodes:
+        if self._rest is not None and not pending and self._rest.goes_on(board):
+            board.budget = self._rest.budget
+        elif self.gamma and board.decodes:
             board.candidates = [self._offer(s, b) for s, b in zip(board.decodes, board.bounds, strict=True)]
             rows = len(board.decodes) + min(pending, board.room)
             load = self._load(board.bounds, rows, board.room - kept)
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
+
+    def _end_rest(self) -> None:
+        if self._rest is not None:
+            self.policy.rested(self._rest.steps)
+            self._rest = None
 
     def _offer(self, seq: Sequence, bound: int) -> Candidate:
         """``candidate``, as it was in the step before while it is the same and its length limit is far."""

@@ -46,6 +46,8 @@ Floats = NDArray[np.float64]
 _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
+REST = 32  # steps at most for which the scheduler need not ask
+PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 ALL_WIDTHS = 8  # K up to which every width is tried
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -104,6 +106,8 @@ class Adaptive:
         self._idle: tuple[list[int], int] = ([], 0)  # requests that did not draft, for how many steps
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
+        self._changed = 0  # steps since the load is another one than the plan was made for
+        self._slept: list[tuple[int, float, float, float, float]] = []  # steps of rests, not learned from yet
 
     # ---- questions ---------------------------------------------------------------
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
@@ -184,9 +188,10 @@ class Adaptive:
             same = asked == (candidates, self._plan)
             if poor and same and not self.book.wishes:
                 self._earn()
-                if not answer.request_ids:
-                    self._idle = self._idle[0], self._idle[1] + 1
-                return answer
+                if answer.request_ids:
+                    return answer
+                self._idle = self._idle[0], self._idle[1] + 1
+                return replace(answer, rest=self._rest_of(price, look))
         self._answer = None
         able = [c for c in candidates if c.cap > 0]
         if not able:
@@ -210,12 +215,48 @@ class Adaptive:
                 curious = self.book.shrink < SHRINK and bool(self._new(able))
                 look = self._look_price(1) if curious else math.inf
                 self._answer = (candidates, plan), answer, price, look
+                return replace(answer, rest=self._rest_of(price, look))
             return answer
         answer = self._draft(able, plan)
         if len(answer.request_ids) == len(able):
             price = math.inf if answer.width == self.gamma else self._price_of_depth(len(able), answer.width)
             self._answer = ((candidates, plan), answer, price, math.inf) if price > 0 else None
         return answer
+
+    def _rest_of(self, price: float, look: float) -> int:
+        """Steps until a plan, a probe of ``price`` or a look is due."""
+        if self.book.wishes:
+            return 0
+        left = float(min(self._period - self._age - 1, REST))
+        for due, credit, share in (
+            (price, self._credit, self.probe_share),
+            (look, self._looks, self.look_share * self._hope),
+        ):
+            if due < math.inf:
+                earned = share * self._here
+                left = min(left, (due - credit) / earned if earned > 0.0 else 0.0)
+        return max(int(left), 0)
+
+    def rested(self, steps: int) -> None:
+        """As if ``drafting`` had been asked and had answered the same."""
+        self._age += steps
+        self._idle = self._idle[0], self._idle[1] + steps
+        for _ in range(steps):
+            self._earn()
+
+    def slept(
+        self, rows: int, context: float, predicted_ms: float, measured_ms: float, spent_ms: float
+    ) -> None:
+        """A step of a rest was committed; it is learned from when the rest is over."""
+        self._slept.append((rows, context, predicted_ms, measured_ms, spent_ms))
+        if len(self._slept) > 2 * REST:
+            self._wake()
+
+    def _wake(self) -> None:
+        slept, self._slept = self._slept, []
+        for rows, context, predicted_ms, measured_ms, spent_ms in slept:
+            self.account(True, True, predicted_ms, spent_ms)
+            self.lessons.hear(((), (), Timing(rows, predicted_ms, measured_ms, context=context)))
 
     @property
     def _promise(self) -> float:
@@ -246,12 +287,16 @@ class Adaptive:
     def _drifted(self, able: list[Candidate]) -> bool:
         """Whether the plan was made for others: so few requests that each counts, or another number of them."""
         off = abs(len(able) - self._planned_for)
-        if not self._paid and self._plan is not None and min(len(able), self._planned_for) > 1:
-            return off > max(
-                self._planned_for // 4, 1
-            )  # requests come and go, and what did not pay still does not
+        if (
+            not self._paid and self._plan is not None
+        ):  # what did not pay still does not; a look finds exceptions
+            alone = min(len(able), self._planned_for) <= 1
+            self._changed = self._changed + 1 if off > (0 if alone else max(self._planned_for // 4, 1)) else 0
+            return self._changed >= (PASSING if alone else 1)  # one ends, and the next is not there yet
         if len(able) <= LONE:
-            return 2 * self._age >= len(able) and [c.request_id for c in able] != self._planned_ids
+            # what a newcomer is like shows in a step or two, and its first lesson brings a plan
+            soon = PERIOD // 2 if off == 0 and len(able) > 1 else (len(able) + 1) // 2
+            return self._age >= soon and [c.request_id for c in able] != self._planned_ids
         return off > self._planned_for // 8
 
     def _earn(self) -> None:
@@ -323,7 +368,7 @@ class Adaptive:
         self._period = min(2 * self._period, PERIODS if plan.pays else RESTS) if same or rests else PERIOD
         self._plan, self._scale, self._decided = plan, self.cost.scale, None
         self._here = self.cost.row_ms(load.rows, load.context)
-        self._age, self._planned_for = 0, len(able)
+        self._age, self._planned_for, self._changed = 0, len(able), 0
         self._planned_ids = [c.request_id for c in able] if len(able) <= LONE else []
 
     def _dare(self) -> bool:
@@ -434,6 +479,8 @@ class Adaptive:
     # ---- learning -------------------------------------------------------------------
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
         """Steps wait until what they tell is worth the time."""
+        if self._slept:
+            self._wake()
         drew = frozenset(DraftBlocks.of(proposed).request_ids) if proposed else _NOBODY
         if drew:
             timing = timing._replace(entered=len(drew - self._drew))

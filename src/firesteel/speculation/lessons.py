@@ -83,7 +83,7 @@ class Lessons:
                 for p in DraftBlocks.of(blocks).request_ids:
                     if p not in self._met:
                         self._met.add(p)
-                        self._due = (self._requests + 1) // 2  # the fewer there are, the more depends on each
+                        self._due = (self._requests + 3) // 2  # the fewer there are, the more depends on each
         if self._few:
             for v in verified:
                 self._surplus += self._share * v.verified - v.accepted

@@ -60,6 +60,9 @@ class FixedWidth:
         """Fixed widths need no prices."""
         return 0.0
 
+    def rested(self, steps: int) -> None:
+        """It never rests: an answer takes no time."""
+
     def calibration(self) -> Coefficients | None:
         """Survival stays 1."""
         return None

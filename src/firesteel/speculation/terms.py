@@ -40,12 +40,15 @@ class Drafting:
     """Which requests draft at the end of the step, and how wide.
 
     ``weights``: what a request's drafts count in the ranking on the device, if not all the same.
+    ``rest``: for how many steps behind this one the policy need not be asked, while the same requests
+    decode, none of them has drafts and no prompt runs.
     """
 
     request_ids: frozenset[int]
     width: int
     reason: str
     weights: Mapping[int, float] = field(default_factory=dict)
+    rest: int = 0
 
 
 class Proposed(NamedTuple):
@@ -148,6 +151,9 @@ class Policy(Protocol):
 
     def predict(self, rows: int, context: float, drafting: Drafting) -> float:
         """Milliseconds that a step will take, its drafting included; 0 if nobody knows."""
+
+    def rested(self, steps: int) -> None:
+        """So many steps have been planned without asking."""
 
     def calibration(self) -> Coefficients | None:
         """New coefficients for the device, if they changed since the last call."""

@@ -230,6 +230,9 @@ class Recorder:
         """Nobody asks."""
         return 0.0
 
+    def rested(self, steps: int) -> None:
+        """It never rests."""
+
     def calibration(self) -> Coefficients | None:
         """Survival is not used."""
         return None
