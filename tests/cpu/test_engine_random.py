@@ -89,7 +89,7 @@ class Preempting:
 
     def plan(self, board: Any) -> None:
         victim = next((s for s in self.scheduler.running if s.request_id == self.request_id), None)
-        if victim is not None and victim.slot >= 0 and self.scheduler._movable(victim, board):
+        if victim is not None and victim.slot >= 0 and board.movable(victim):
             if self.step in self.at:
                 self.scheduler._preempt(victim, board)
             self.step += 1

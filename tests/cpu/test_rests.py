@@ -1,4 +1,4 @@
-"""Where drafting does not pay the policy is asked now and then only: nothing is lost by it, and anything new ends it."""
+"""Where drafting does not pay the policy is asked now and then only: nothing is lost, and anything new ends it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from firesteel.core import NO_DRAFTS, Admission, Budget, Chunk, Restore, Save, SnapshotOrder
 from firesteel.engine.sequence import Sequence
-from firesteel.speculation.policy import Candidate, Drafting
+from firesteel.speculation.policy import Candidate, Drafting, Load
 
 
 @dataclass
@@ -35,6 +35,17 @@ class Draftboard:
     budget: Budget = NO_DRAFTS
     preempted: bool = False
 
+    def all_bounds(self) -> list[int]:
+        """Of all requests that sample."""
+        late = self.decodes[len(self.bounds) :]
+        return [*(s.bound for s in self.firsts), *self.bounds, *(s.bound for s in late)]
+
+    def movable(self, seq: Sequence) -> bool:
+        """Whether it is not part of this plan already, and does not wait to be swept."""
+        in_plan = seq in self.decodes or any(c.request_id == seq.request_id for c in self.chunks)
+        stored = any(s is seq for s, _ in self.snapshots)
+        return seq.finish is None and not in_plan and not stored
+
 
 @dataclass
 class Rest:
@@ -49,6 +60,11 @@ class Rest:
         """Whether the plan on the board is one more of them."""
         same = not board.chunks and board.decodes == self.decodes
         return same and self.steps < self.drafting.rest
+
+
+def load_of(bounds: list[int], rows: int, room: int) -> Load:
+    """A step of ``rows`` of requests with these bounds, with ``room`` for drafts."""
+    return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0))
 
 
 def candidate(seq: Sequence) -> Candidate:

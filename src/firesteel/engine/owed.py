@@ -75,6 +75,11 @@ class Owed:
             self.drafter.write_context(self.passes[at:], self.windows, wanted)
         self._let_go()
 
+    def change(self, taken: Iterable[int], left: set[int], wanted: set[int]) -> None:
+        """Slots ``taken`` by new requests; those ``left`` by old ones stay in it as far as windows are ``wanted``."""
+        self.forgive({*taken, *left} - wanted)
+        left &= wanted
+
     def forgive(self, slots: Iterable[int]) -> None:
         """What earlier passes owe to these slots belongs to requests that left them."""
         owing = [slot for slot in slots if self._own[slot]]

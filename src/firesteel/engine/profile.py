@@ -22,6 +22,7 @@ from firesteel.speculation.cost import CostTable, from_samples
 
 REPEATS = 3
 TURNS, SMALL_STEP = 6, 64  # on a CPU, and up to how many rows; larger steps are long enough for fewer
+WARM = 16  # rows up to which what a step finds in the caches decides what it takes
 HEAD_START = 3_000_000  # device cycles, above 1.5 ms: what the host needs to queue a recorded step, and more
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
@@ -136,7 +137,8 @@ class Profiler:
 
         On a CPU the sizes run in turns and of each the fastest counts, as for drafting: what other programs
         add for a while would make one size dear, or steps dear and drafting cheap. What they usually add
-        is put on all prices alike.
+        is put on all prices alike. Small ones run twice in a row, and the second counts: caches then hold
+        what steps of this kind leave in them.
         """
         plans = {rows: self._verify(rows, context) for rows in self._grid()}
         times: dict[int, list[float]] = {rows: [] for rows in plans}
@@ -149,6 +151,8 @@ class Profiler:
             progress(f"profile: turn {turn + 1} of {TURNS + 1} at context {context}")
             for rows, plan in plans.items():
                 if rows <= SMALL_STEP or turn <= REPEATS:
+                    if rows <= WARM:
+                        self._once(plan, context)
                     times[rows].append(self._once(plan, context))
         self._usual.append(
             statistics.median(statistics.median(ms[1:]) / min(ms[1:]) for ms in times.values())
@@ -179,19 +183,24 @@ class Profiler:
     ) -> list[tuple[int, int, float]]:
         """Price of a drafting pass for more than ``done`` requests: a step with it less the same step without.
 
-        In turns, and of each the fastest; the first run of each warms up.
+        In turns, and of each the fastest; the first run of each warms up. On a CPU a small step verifies as many
+        drafts as are made: what drafting and verifying push out of each other's caches belongs to the price.
         """
         graphs, most = self.runner.graphs, len(self.slots)
         counts = [n for n in (ROWS if graphs is None else graphs.plan.requests) if n < most] + [most]
-        widths = (0, *sorted({1, (self.gamma + 1) // 2, self.gamma}))  # 0: without
-        plans = {
-            (n, w): self._plan(n, 0, w, n if w else 0, context) for n in counts if n > done for w in widths
-        }
+        widths, cpu = sorted({1, (self.gamma + 1) // 2, self.gamma}), self.runner.device.type == "cpu"
+        plans: dict[tuple[int, int, int], StepPlan] = {}  # requests, width, width of what is verified
+        for n in (n for n in counts if n > done):
+            for w in widths:
+                v = w if cpu and n <= WARM // 4 and n * (1 + w) <= self.max_rows else 0
+                plans[n, w, v] = self._plan(n, n * v, w, n, context)
+                plans[n, 0, v] = self._plan(n, n * v, 0, 0, context)
         best = dict.fromkeys(plans, math.inf)
         for turn in range(TURNS):  # the difference is small against what other programs add to a step
             progress(f"profile: drafting, turn {turn + 1} of {TURNS} at context {context}")
-            for (n, w), plan in plans.items():
-                if n * max(w, 1) <= SMALL_STEP or turn <= REPEATS:
-                    ms = self._once(plan, context)
-                    best[n, w] = min(best[n, w], ms) if turn else math.inf
-        return [(n, w, max(ms - best[n, 0], 1e-3)) for (n, w), ms in best.items() if w]
+            for key, plan in plans.items():
+                if key[0] * max(key[1:]) <= SMALL_STEP or turn <= REPEATS:
+                    if cpu and key[0] <= WARM // 4:
+                        self._once(plan, context)
+                    best[key] = min(best[key], self._once(plan, context)) if turn else math.inf
+        return [(n, w, max(ms - best[n, 0, v], 1e-3)) for (n, w, v), ms in best.items() if w]

@@ -13,7 +13,7 @@ from firesteel.core import RowBatch, SampleRows
 from firesteel.engine.graphs import DeviceRecorder, GraphPlan, Graphs, Recorder
 from firesteel.engine.runner import Runner
 from firesteel.ops.types import PromptRows, SlotState
-from firesteel.speculation.adaptive import draft_widths
+from firesteel.speculation.budget import draft_widths
 
 CONTEXT = 200  # tokens that the rehearsal's requests have behind them at most
 

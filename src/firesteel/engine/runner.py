@@ -289,11 +289,8 @@ class Runner:
             self.slots.restore(line, restore.slot)
             self.memory.restore(copy, restore.slot, list(restore.pages))
         taken = [a.slot for a in plan.admissions] + [r.slot for r in plan.restores]
-        left = self.memory.left
-        if self.owed is not None and (taken or left):
-            wanted = {order.slot for order in plan.snapshots}
-            self.owed.forgive({*taken, *left} - wanted)
-            left &= wanted
+        if self.owed is not None and (taken or self.memory.left):
+            self.owed.change(taken, self.memory.left, {order.slot for order in plan.snapshots})
         if self.simulator is not None and taken:
             self.simulator.prepare(self.slots.ints(taken), self.slots.state)
         self.memory.push()

@@ -22,7 +22,7 @@ from firesteel.core import (
     SnapshotOrder,
     StepPlan,
 )
-from firesteel.engine.draftboard import Draftboard, Rest, SchedulerStats, candidate
+from firesteel.engine.draftboard import Draftboard, Rest, SchedulerStats, candidate, load_of
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
 from firesteel.engine.runner import StepResult
@@ -32,7 +32,6 @@ from firesteel.speculation.policy import (
     DraftBlocks,
     Drafting,
     FixedWidth,
-    Load,
     Policy,
     Timing,
     Verified,
@@ -107,11 +106,11 @@ class Scheduler:
         return self._finish_plan(board)
 
     def _finish_plan(self, board: Draftboard) -> StepPlan:
-        sampling, bounds = [*board.firsts, *board.decodes], self._bounds(board)
+        sampling, bounds = [*board.firsts, *board.decodes], board.all_bounds()
         far = max(bounds[len(board.firsts) :], default=1 - self.gamma) - 1 + self.gamma
         top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
-        load = self._load(bounds, rows - board.budget.drafts, board.room)
+        load = load_of(bounds, rows - board.budget.drafts, board.room)
         draft, resting = NO_DRAFTING, self._rest is not None and self._rest.goes_on(board)
         if resting:
             assert self._rest is not None, "just asked"
@@ -188,7 +187,7 @@ class Scheduler:
         elif self.gamma and board.decodes:
             board.candidates = [self._offer(s, b) for s, b in zip(board.decodes, board.bounds, strict=True)]
             rows = len(board.decodes) + min(pending, board.room)
-            load = self._load(board.bounds, rows, board.room - kept)
+            load = load_of(board.bounds, rows, board.room - kept)
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
 
@@ -204,16 +203,6 @@ class Scheduler:
         if seq.offer is None or seq.offer[0] != seq.ready:
             seq.offer = seq.ready, candidate(seq)
         return seq.offer[1]
-
-    @staticmethod
-    def _bounds(board: Draftboard) -> list[int]:
-        """Of all requests that sample."""
-        late = board.decodes[len(board.bounds) :]
-        return [*(s.bound for s in board.firsts), *board.bounds, *(s.bound for s in late)]
-
-    @staticmethod
-    def _load(bounds: list[int], rows: int, room: int) -> Load:
-        return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0))
 
     def _plan_chunks(self, board: Draftboard) -> None:
         prompts = [s for s in self.running if s.finish is None and not s.prefilled]
@@ -394,22 +383,13 @@ class Scheduler:
         while not self.memory.grow(seq.slot, tokens):
             if self._free(self.memory.pages_for(tokens) - len(self.memory.pages_of(seq.slot))):
                 continue
-            victim = next(
-                (s for s in reversed(self.running) if s.slot >= 0 and self._movable(s, board)), None
-            )
+            victim = next((s for s in reversed(self.running) if s.slot >= 0 and board.movable(s)), None)
             if victim is None:
                 return False
             self._preempt(victim, board)
             if victim is seq:
                 return False
         return True
-
-    @staticmethod
-    def _movable(seq: Sequence, board: Draftboard) -> bool:
-        """Not already part of this plan, and not waiting to be swept."""
-        in_plan = seq in board.decodes or any(c.request_id == seq.request_id for c in board.chunks)
-        stored = any(s is seq for s, _ in board.snapshots)
-        return seq.finish is None and not in_plan and not stored
 
     def _copy_bytes(self, pages: int) -> int:
         return self._slot_bytes + pages * self._page_bytes

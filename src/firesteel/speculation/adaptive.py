@@ -32,6 +32,7 @@ from firesteel.speculation.budget import (
     best_of,
     best_of_few,
     choose_width,
+    draft_widths,
     fixed,
     width_of_one,
 )
@@ -48,7 +49,6 @@ PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as lo
 RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 REST = 32  # steps at most for which the scheduler need not ask
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
-ALL_WIDTHS = 8  # K up to which every width is tried
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
 UNSURE = "drafting may pay, but by less than prices are off here"
@@ -227,15 +227,10 @@ class Adaptive:
         """Steps until a plan, a probe of ``price`` or a look is due."""
         if self.book.wishes:
             return 0
-        left = float(min(self._period - self._age - 1, REST))
-        for due, credit, share in (
-            (price, self._credit, self.probe_share),
-            (look, self._looks, self.look_share * self._hope),
-        ):
-            if due < math.inf:
-                earned = share * self._here
-                left = min(left, (due - credit) / earned if earned > 0.0 else 0.0)
-        return max(int(left), 0)
+        here = max(self._here, 1e-6)
+        probe = (price - self._credit) / here / max(self.probe_share, 1e-9)
+        looked = (look - self._looks) / here / max(self.look_share * self._hope, 1e-9)
+        return max(int(min(self._period - self._age - 1, REST, probe, looked)), 0)
 
     def rested(self, steps: int) -> None:
         """As if ``drafting`` had been asked and had answered the same."""
@@ -509,14 +504,3 @@ class Adaptive:
         """A request has ended."""
         self._looked.discard(request_id)
         self.lessons.forget(request_id)
-
-
-def draft_widths(gamma: int) -> tuple[int, ...]:
-    """Widths worth trying: all of few, and a third fewer again and again of many."""
-    if gamma <= ALL_WIDTHS:
-        return tuple(range(1, gamma + 1))
-    out, k = [], gamma
-    while k > 4:
-        out.append(k)
-        k = k * 2 // 3
-    return tuple(sorted({*out, *range(1, k + 1)}))

@@ -29,6 +29,7 @@ from firesteel.core import NO_DRAFTS, Budget
 Floats = NDArray[np.float64]
 # predicted milliseconds of a step for every row count in an array
 StepCost = Callable[[NDArray[np.int64]], Floats]
+ALL_WIDTHS = 8  # K up to which every width is tried
 
 
 def fixed(ready: Sequence[int], room: int) -> Budget:
@@ -254,3 +255,14 @@ def _steps(requests: int) -> list[int]:
         out.append(m)
         m = m - 1 if m <= 4 else m // 2
     return out
+
+
+def draft_widths(gamma: int) -> tuple[int, ...]:
+    """Widths worth trying: all of few, and a third fewer again and again of many."""
+    if gamma <= ALL_WIDTHS:
+        return tuple(range(1, gamma + 1))
+    out, k = [], gamma
+    while k > 4:
+        out.append(k)
+        k = k * 2 // 3
+    return tuple(sorted({*out, *range(1, k + 1)}))
