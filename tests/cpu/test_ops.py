@@ -116,18 +116,20 @@ def native() -> Any:
     return library
 
 
-def test_philox_words_equal_the_reference(native: Any) -> None:
-    lo, hi, sample, position, stream, n = 0xDEADBEEF, 0x8BADF00D, 3, 77777, 2, 200
+@pytest.mark.parametrize("first", [0, 1000, 1001, 1002, 1003])
+@pytest.mark.parametrize("n", [1, 3, 200, 256, 259, 515])
+def test_philox_words_equal_the_reference(native: Any, first: int, n: int) -> None:
+    lo, hi, sample, position, stream = 0xDEADBEEF, 0x8BADF00D, 3, 77777, 2
     state = slot_state(
         1, 8, 4, seed_lo=torch.tensor([lo]), seed_hi=torch.tensor([hi]), sample=torch.tensor([sample])
     )
-    ids = torch.arange(1000, 1000 + n)
-    want = words(ids, torch.tensor([position]), torch.tensor([0]), state, stream)[0]
-    got = torch.empty(n, dtype=torch.int32)
+    want = words(range(first, first + n), torch.tensor([position]), torch.tensor([0]), state, stream)[0]
+    got = torch.full((n + 8,), 7, dtype=torch.int32)
     raw = native.library().fs_philox
     raw.argtypes, raw.restype = [ctypes.c_char_p], None
-    raw(struct.pack("6Iqq", lo, sample, position, stream, hi, 1000, n, got.data_ptr()))
-    assert torch.equal(got.to(torch.int64) & 0xFFFFFFFF, want)
+    raw(struct.pack("6Iqq", lo, sample, position, stream, hi, first, n, got.data_ptr()))
+    assert torch.equal(got[:n].to(torch.int64) & 0xFFFFFFFF, want)
+    assert bool((got[n:] == 7).all())
 
 
 def test_gumbel_is_finite_and_right(native: Any) -> None:

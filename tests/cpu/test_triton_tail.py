@@ -20,8 +20,9 @@ from firesteel.ops.testing import assert_row_invariant, slot_state  # noqa: E402
 from firesteel.ops.testing_cases import ROW_CASES, Case  # noqa: E402
 from firesteel.ops.triton.backend import TritonOps  # noqa: E402
 from firesteel.ops.triton.launch import kernel  # noqa: E402
-from firesteel.ops.triton.sample import gumbel, philox, uniform  # noqa: E402
+from firesteel.ops.triton.sample import gumbel, uniform, words_of  # noqa: E402
 from firesteel.ops.types import Calibration, MarkovHead, Numerics, PromptRows, Proposal, SlotState  # noqa: E402
+from oracles.sampling import philox4x32  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 NUMERICS = {"official": Numerics(True), "float32": Numerics(False)}
@@ -57,30 +58,52 @@ def random_state(slots: int, vocab: int, length: int = 40, gamma: int = 4, seed:
 
 
 # ---- noise ---------------------------------------------------------------------------
-@kernel()
-def draw(ids, words, flat, noisy, position, stream, high, low, index, N: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+@kernel("first")
+def draw(first, words, flat, noisy, position, stream, high, low, index, N: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, N)
     key = [tl.load(p).to(tl.uint32) for p in (position, stream, high, low, index)]
-    bits = philox(tl.load(ids + at).to(tl.uint32), key[0], key[1], key[2], key[3], key[4], PAIRS)
+    bits = words_of(first, (key[0], key[1], key[2], key[3], key[4]), N, PAIRS)
     tl.store(words + at, bits.to(tl.int64))
     tl.store(flat + at, uniform(bits))
     tl.store(noisy + at, gumbel(bits))
 
 
+@kernel("first")
+def draw_rows(first, words, position, stream, high, low, index, N: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    at, row = tl.arange(0, N), tl.arange(0, R)
+    key = [tl.load(p + row).to(tl.uint32)[None, :] for p in (position, stream, high, low, index)]
+    bits = words_of(first, (key[0], key[1], key[2], key[3], key[4]), N)
+    tl.store(words + row[None, :] * N + at[:, None], bits.to(tl.int64))
+
+
 @pytest.mark.parametrize("pairs", [True, False])
-def test_noise_has_the_reference_words(pairs: bool) -> None:
+@pytest.mark.parametrize("first", [0, 1028])
+def test_noise_has_the_reference_words(pairs: bool, first: int) -> None:
     n = 4096
     state = random_state(3, 50, seed=5)
-    ids = torch.arange(n) * 31
     place = torch.tensor([12345])
     slot = torch.tensor([1])
-    want = noise.words(ids, place, slot, state, 9)[0]
+    want = noise.words(range(first, first + n), place, slot, state, 9)[0]
     words, flat, noisy = torch.empty(n, dtype=torch.int64), torch.empty(n), torch.empty(n)
     key = (place, torch.tensor([9]), state.seed_hi[1:2], state.seed_lo[1:2], state.sample[1:2])
-    draw[(1,)](ids, words, flat, noisy, *key, N=n, PAIRS=pairs)
+    draw[(1,)](first, words, flat, noisy, *key, N=n, PAIRS=pairs)
     assert torch.equal(words, want)
     assert torch.equal(flat, noise.uniform(want))
     torch.testing.assert_close(noisy, noise.gumbel(want), rtol=1e-6, atol=3e-7)
+    for at in (0, 1, 2, 3, 4093):
+        keys = (int(state.seed_lo[1]), int(state.sample[1]))
+        counter = ((first + at) // 4, 12345, 9, int(state.seed_hi[1]))
+        assert int(words[at]) == philox4x32(counter, keys)[(first + at) % 4]
+
+
+def test_noise_of_rows_has_the_reference_words() -> None:
+    n, rows = 128, 16
+    state, slots = random_state(rows, 50, seed=6), torch.arange(rows)
+    place, stream = torch.arange(rows) * 37, torch.arange(rows) % 3
+    want = noise.words(range(512, 512 + n), place, slots, state, stream)
+    words = torch.empty(rows, n, dtype=torch.int64)
+    draw_rows[(1,)](512, words, place, stream, state.seed_hi, state.seed_lo, state.sample, N=n, R=rows)
+    assert torch.equal(words, want)
 
 
 def test_noise_is_fine_grained_and_finite_at_both_ends() -> None:

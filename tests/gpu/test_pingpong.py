@@ -71,7 +71,7 @@ def test_head_chooses_what_the_plain_form_does(vocab: int, k: int) -> None:
             assert torch.equal(got[1], sound)
 
 
-@pytest.mark.parametrize(("vocab", "rejection"), [(20096, False), (20004, True)])
+@pytest.mark.parametrize(("vocab", "rejection"), [(20096, False), (20004, True), (20003, False)])
 def test_walk_chooses_what_the_plain_form_does(vocab: int, rejection: bool) -> None:
     rank, rng = 256, torch.Generator("cuda").manual_seed(vocab)
     w1, w2 = normal(rng, vocab, rank), (normal(rng, vocab, rank) / 16).bfloat16()
@@ -87,7 +87,7 @@ def test_walk_chooses_what_the_plain_form_does(vocab: int, rejection: bool) -> N
         whole = (slots, places, state)
         plain = head.run_rows(w1, w2, target, True, ROWS, None, whole, Walk(base[:, 1], previous, rejection))
         want = chosen(plain, *whole)
-        for n in (1, 16, 17, 40, 64):
+        for n in (1, 16, 17, 40, 64, 65, 128, 200, ROWS):
             sampling = (slots[:n], places[:n], state)
             walk = Walk(base[:n, 1], previous[:n], rejection)
             got = chosen(

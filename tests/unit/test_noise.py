@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from firesteel.engine.slots import slot_state
+from firesteel.ops.reference import noise as reference
 from firesteel.ops.reference.noise import gumbel, noise, philox
 from firesteel.ops.types import SlotState
+from oracles.sampling import gumbel as gumbel_oracle
 from oracles.sampling import gumbel_of, philox4x32
 
 ONES = 0xFFFFFFFF
@@ -33,7 +35,7 @@ def words(*values: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(("counter", "key", "want"), VECTORS)
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], want: tuple[int, ...]):
     assert philox4x32(counter, key) == want  # type: ignore[arg-type]
-    assert philox(words(*counter), words(*key)).item() == want[0]  # type: ignore[arg-type]
+    assert tuple(w.item() for w in philox(words(*counter), words(*key))) == want  # type: ignore[arg-type]
 
 
 def test_the_generator_equals_plain_integers_everywhere():
@@ -42,9 +44,9 @@ def test_the_generator_equals_plain_integers_everywhere():
     lines[rng.random(lines.shape) < 0.2] = ONES
     lines[rng.random(lines.shape) < 0.2] = 0
     columns = torch.from_numpy(lines).unbind(1)
-    found = philox(columns[:4], columns[4:])  # type: ignore[arg-type]
-    for line, word in zip(lines.tolist(), found.tolist(), strict=True):
-        assert philox4x32(tuple(line[:4]), tuple(line[4:]))[0] == word
+    found = torch.stack(philox(columns[:4], columns[4:]), 1)  # type: ignore[arg-type]
+    for line, drawn in zip(lines.tolist(), found.tolist(), strict=True):
+        assert list(philox4x32(tuple(line[:4]), tuple(line[4:]))) == drawn
 
 
 def test_gumbel_is_the_formula_at_both_ends():
@@ -60,12 +62,11 @@ def test_gumbel_is_the_formula_at_both_ends():
 
 
 def tail_counts(log2: int, low: int, high: int, chunk_log2: int = 20) -> list[int]:
-    """How many of 2^log2 counters give noise of at least low, low + 1, .. high."""
+    """How many of 2^log2 words, a quarter of them from each place of a call, give noise of at least low, .. high."""
     counts = torch.zeros(high - low + 1, dtype=torch.int64)
-    zero = torch.zeros(1 << min(log2, chunk_log2), dtype=torch.int64)
-    ids, key = torch.arange(zero.shape[0]), (torch.tensor([123456789]), torch.tensor([0]))
+    state, slot, size = keyed([123456789], [0]), torch.tensor([0]), 1 << min(log2, chunk_log2)
     for chunk in range(1 << max(log2 - chunk_log2, 0)):
-        g = gumbel(philox((ids, zero + chunk, zero, zero), key))
+        g = noise(range(size), torch.tensor([chunk]), slot, state)[0]
         bucket = g.floor().clamp(low - 1, high).to(torch.int64) - (low - 1)
         counts += torch.bincount(bucket, minlength=high - low + 2)[1:]
     return counts.flip(0).cumsum(0).flip(0).tolist()
@@ -138,5 +139,44 @@ def test_noise_is_a_function_of_key_position_and_token_alone():
     seeds, samples = [5, 6, 2**64 - 1], [0, 2, 1]
     for row, (place, slot) in enumerate(zip(places.tolist(), slots.tolist(), strict=True)):
         seed = seeds[slot]
-        word = philox4x32((3, place, 0, seed >> 32), (seed % 2**32, samples[slot]))[0]
-        assert whole[row, 3].item() == pytest.approx(gumbel_of(word), rel=1e-6, abs=1e-6)
+        for token in range(16):
+            want = gumbel_oracle(token, place, seed, samples[slot])
+            assert whole[row, token].item() == pytest.approx(want, rel=1e-6, abs=1e-6)
+
+
+def test_a_word_does_not_depend_on_how_ids_are_asked_for():
+    state, places, slots = keyed([5, 2**40 + 6], [0, 2]), torch.tensor([9, 3, 2**20]), torch.tensor([1, 0, 1])
+    streams = torch.tensor([0, 3, 2**31])
+    whole = reference.words(range(41), places, slots, state, streams)
+    for first in range(9):
+        for last in (first + 1, first + 2, first + 7, 41):
+            some = reference.words(range(first, last), places, slots, state, streams)
+            assert torch.equal(some, whole[:, first:last])
+    mixed = torch.tensor([7, 40, 0, 7, 22, 13])
+    assert torch.equal(reference.words(mixed, places, slots, state, streams), whole[:, mixed])
+    for row in range(3):
+        alone = reference.words(
+            range(41), places[row : row + 1], slots[row : row + 1], state, int(streams[row])
+        )
+        assert torch.equal(alone[0], whole[row])
+
+
+def test_the_word_of_an_id_is_a_word_of_the_call_that_four_ids_share():
+    """Published vectors by token id: seed and sample all ones, position, stream and the seed's upper half too."""
+    counter, key, want = VECTORS[1]
+    state = keyed([2**64 - 1], [ONES])
+    ids = torch.arange(4) + 4 * counter[0]
+    found = reference.words(ids, torch.tensor([ONES]), torch.tensor([0]), state, ONES)
+    assert tuple(found[0].tolist()) == want and key == (ONES, ONES)
+
+
+def test_words_of_one_call_are_independent():
+    """Every pair of places in a call: all combinations of their two top bits are equally frequent."""
+    state, slot = keyed([21], [0]), torch.tensor([0])
+    drawn = reference.words(range(4 * DRAWS), torch.tensor([77]), slot, state, 0).view(DRAWS, 4)
+    top = drawn >> 30
+    for a in range(4):
+        for b in range(a):
+            table = torch.bincount(4 * top[:, a] + top[:, b], minlength=16).double()
+            chi = float(((table - DRAWS / 16) ** 2 / (DRAWS / 16)).sum())
+            assert chi < 37.7  # 15 degrees of freedom, p = 0.001

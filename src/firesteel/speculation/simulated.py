@@ -35,7 +35,8 @@ from firesteel.ops.types import Proposal, SlotState
 from firesteel.speculation.survival import CLASSES, Coefficients
 
 STREAM = 5  # behind those of ops.reference.noise
-TOKEN, ACCEPT, HEAD, MARGIN, EASE = range(5)  # the "token id" words of one position
+WORDS = range(5)  # the "token ids" of the words of one position
+TOKEN, ACCEPT, HEAD, MARGIN, EASE = WORDS
 CENTRE, WIDTH = 1.2, 0.45  # where log1p(margin) lies
 EDGE = 1e-6  # rates of 0 and 1 keep finite log-odds
 MOST_BYTES = 1 << 29  # of tables: 8 for every place of a request and 16 for every depth of it
@@ -113,7 +114,6 @@ class Simulator:
         rates = torch.tensor(table, dtype=torch.float64, device=device)
         self.odds = torch.logit(rates, eps=EDGE)  # [n, K]
         self.head_gap, self.margin_gap = separation(simulated.head_auc), separation(simulated.margin_auc)
-        self._words = torch.arange(5, device=device)
         self._tables: Tables | None = None
         if tables is not None and tables[0] * tables[1] * (8 + 16 * depths) <= MOST_BYTES:
             token = torch.zeros(tables, dtype=torch.int64, device=device)
@@ -155,7 +155,7 @@ class Simulator:
                 found: Tensor = self._kernels.tokens(slots, positions, self._tables.token)
                 return found
             return self._tables.token[slots, positions.clamp_max(self._tables.token.shape[1] - 1)]
-        word = noise.words(self._words[:1], positions, slots, state, STREAM)[:, 0]
+        word = noise.words(WORDS[:1], positions, slots, state, STREAM)[:, 0]
         return word % self.vocab_size
 
     def proposal(self, real: Proposal, slots: Tensor, state: SlotState) -> Proposal:
@@ -203,7 +203,7 @@ class Simulator:
 
     def _draw(self, owner: Tensor, position: Tensor, state: SlotState) -> Drawn:
         """The draws of requests in the slots ``owner`` [n] at ``position`` [n]."""
-        words = noise.words(self._words, position, owner, state, STREAM)
+        words = noise.words(WORDS, position, owner, state, STREAM)
         u = noise.uniform(words).to(torch.float64)
         normal = torch.special.ndtri(u[:, HEAD : MARGIN + 1])
         return Drawn(words[:, TOKEN] % self.vocab_size, u[:, ACCEPT], normal)
@@ -211,7 +211,7 @@ class Simulator:
     def _draw_ease(self, slots: Tensor, state: SlotState) -> Tensor:
         """How easy each request is, in standard deviations: float64 [n]."""
         zero = torch.zeros_like(slots)
-        ease = noise.uniform(noise.words(self._words[EASE:], zero, slots, state, STREAM))[:, 0]
+        ease = noise.uniform(noise.words(WORDS[EASE:], zero, slots, state, STREAM))[:, 0]
         scores: Tensor = torch.special.ndtri(ease.to(torch.float64))
         return scores
 

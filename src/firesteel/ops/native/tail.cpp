@@ -18,7 +18,6 @@ struct Key {
 
 // Each 64-bit lane is one counter; what stands in its upper half never reaches a lower one.
 typedef u64 vq __attribute__((vector_size(VW * 4)));
-typedef u32 vhalf __attribute__((vector_size(VW * 2)));
 
 INLINE vq times(vq a, vq b) {  // of the lower halves
 #if defined(__AVX512F__)
@@ -38,31 +37,48 @@ INLINE vq upper(vq a) {  // the upper halves, lowered; a shuffle leaves the mult
 #endif
 }
 
-// First word of Philox4x32-10 (Salmon et al., 2011) for ids id .. id + n - 1; `out` has room
-// for whole vectors
-static void philox(const Key& key, u32 id, i64 n, u32* out) {
-  constexpr int L = VW / 2;
+INLINE vq pair(vq low, vq high) { return (low & 0xffffffffu) | (high << 32); }
+
+// Lanes of a and b in turn into 2 * VW words
+INLINE void store_turns(u32* out, vq a, vq b) {
+#if defined(__AVX512F__)
+  const __m512i lower = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), higher = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+  _mm512_storeu_si512(out, _mm512_permutex2var_epi64((__m512i)a, lower, (__m512i)b));
+  _mm512_storeu_si512(out + VW, _mm512_permutex2var_epi64((__m512i)a, higher, (__m512i)b));
+#elif defined(__AVX2__)
+  __m256i even = _mm256_unpacklo_epi64((__m256i)a, (__m256i)b), odd = _mm256_unpackhi_epi64((__m256i)a, (__m256i)b);
+  _mm256_storeu_si256((__m256i*)out, _mm256_permute2x128_si256(even, odd, 0x20));
+  _mm256_storeu_si256((__m256i*)(out + VW), _mm256_permute2x128_si256(even, odd, 0x31));
+#else
+  for (int l = 0; l < VW / 2; l++) {
+    u64 two[2] = {a[l], b[l]};
+    std::memcpy(out + 4 * l, two, sizeof two);
+  }
+#endif
+}
+
+constexpr i64 CALLS = VW / 2, DRAWN = 4 * CALLS;  // calls of a vector, ids that they serve
+
+// Words of ids 4 * call .. 4 * call + n - 1: id v has word v % 4 of Philox4x32-10 (Salmon et al., 2011) with
+// v / 4 in its counter; `out` has room for whole vectors
+static void philox(const Key& key, u32 call, i64 n, u32* out) {
   vq lane, zero = {}, k0[10], k1[10];
-  for (int l = 0; l < L; l++) lane[l] = (u64)l;
+  for (int l = 0; l < CALLS; l++) lane[l] = (u64)l;
   for (u32 i = 0; i < 10; i++) {
     k0[i] = zero + (u32)(key.k0 + i * 0x9E3779B9u);
     k1[i] = zero + (u32)(key.k1 + i * 0xBB67AE85u);
   }
   vq m0 = zero + 0xD2511F53u, m1 = zero + 0xCD9E8D57u;
-  for (i64 i = 0; i < n; i += VW) {
-    vhalf words[2];
-    for (int part = 0; part < 2; part++) {
-      vq c0 = lane + (u64)(u32)(id + (u32)i + part * L);
-      vq c1 = zero + key.position, c2 = zero + key.stream, c3 = zero + key.high;
+  for (i64 i = 0; i < n; i += DRAWN) {
+    vq c0 = lane + (u64)(u32)(call + (u32)(i / 4));
+    vq c1 = zero + key.position, c2 = zero + key.stream, c3 = zero + key.high;
 #pragma GCC unroll 10
-      for (int round = 0; round < 10; round++) {
-        vq p0 = times(c0, m0), p1 = times(c2, m1);
-        c0 = upper(p1) ^ c1 ^ k0[round], c2 = upper(p0) ^ c3 ^ k1[round];
-        c1 = p1, c3 = p0;
-      }
-      words[part] = __builtin_convertvector(c0, vhalf);
+    for (int round = 0; round < 10; round++) {
+      vq p0 = times(c0, m0), p1 = times(c2, m1);
+      c0 = upper(p1) ^ c1 ^ k0[round], c2 = upper(p0) ^ c3 ^ k1[round];
+      c1 = p1, c3 = p0;
     }
-    std::memcpy(out + i, words, sizeof words);
+    store_turns(out + i, pair(c0, c1), pair(c2, c3));
   }
 }
 
@@ -73,7 +89,8 @@ INLINE float uniform1(u32 word) {  // (word + 1/2) * 2^-32, below one
 
 INLINE float gumbel1(u32 word) { return -log1(-log1p1(-uniform1(word))); }
 
-constexpr i64 CHUNK = 256;
+constexpr i64 CHUNK = 256;  // ids
+static_assert(CHUNK % DRAWN == 0, "chunks begin with a call");
 
 EXPORT void fs_gumbel(const u32* words, i64 n, float* out) {  // for tests of the noise
   for (i64 i = 0; i < n; i++) out[i] = gumbel1(words[i]);
@@ -86,12 +103,13 @@ struct PhiloxArgs {
   u32* out;
 };
 
-EXPORT void fs_philox(const PhiloxArgs* a) {
-  for (i64 at = 0; at < a->n; at += CHUNK) {
+EXPORT void fs_philox(const PhiloxArgs* a) {  // any first id
+  const i64 skip = a->id % 4, end = skip + a->n;
+  for (i64 at = 0; at < end; at += CHUNK) {
     u32 words[CHUNK];
-    i64 n = std::min(CHUNK, a->n - at);
-    philox(a->key, a->id + (u32)at, n, words);
-    std::memcpy(a->out + at, words, n * sizeof(u32));
+    i64 n = std::min(CHUNK, end - at), from = at ? 0 : skip;
+    philox(a->key, a->id / 4 + (u32)(at / 4), n, words);
+    std::memcpy(a->out + at + from - skip, words + from, (n - from) * sizeof(u32));
   }
 }
 
@@ -133,9 +151,10 @@ struct Contenders {  // tokens of a chunk that may beat a score, ascending
   float score[CHUNK];
 };
 
+// `id`, the first, is a multiple of 4
 static void contend(const float* x, i64 n, u32 bound, float heat, const Key& key, u32 id, Contenders* c) {
   alignas(64) u32 words[CHUNK];
-  philox(key, id, n, words);
+  philox(key, id / 4, n, words);
   i64 m = 0, i = 0;
 #if defined(__AVX512F__)
   __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -65,7 +65,7 @@ class ReferenceDraft(ReferenceShape):
         limit = state.history.shape[1] - 1
         heat = state.temperature[slots]
         stream = noise.DRAFT + (state.passes[slots] << noise.PASS_SHIFT) if rejection else noise.TARGET
-        ids = torch.arange(base.shape[-1], device=base.device)
+        ids = range(base.shape[-1])
         tokens, margins, confidences, kept = [], [], [], []
         state.history[slots, start.clamp_max(limit)] = previous
         for j in range(base.shape[1]):
@@ -134,9 +134,8 @@ class ReferenceDraft(ReferenceShape):
         warm = torch.where(heat > 0, heat, 1.0)
         p = torch.softmax(logits / warm, dim=-1)
         q = self._proposal(logits, slots, place, draft, state)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        zero = ids[:1]
-        u = noise.uniform(noise.words(zero, positions, slots, state, noise.ACCEPT)).squeeze(-1)
+        ids = range(logits.shape[1])
+        u = noise.uniform(noise.words(ids[:1], positions, slots, state, noise.ACCEPT)).squeeze(-1)
         p_draft, q_draft = (t.gather(1, draft.unsqueeze(-1)).squeeze(-1) for t in (p, q))
         left = (p - q).clamp_min(0.0)
         left = torch.where((left.sum(-1, keepdim=True) > 0), left, p)  # p = q: nothing was rejected

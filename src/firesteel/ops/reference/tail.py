@@ -82,8 +82,7 @@ class ReferenceTail(ReferenceDraft):
         heat = state.temperature[slots].unsqueeze(-1)
         score = logits
         if bool((state.temperature > 0).any()):  # T = 0 everywhere: the noise is multiplied by 0
-            ids = torch.arange(logits.shape[1], device=logits.device)
-            score = logits + heat * noise(ids, positions, slots, state)
+            score = logits + heat * noise(range(logits.shape[1]), positions, slots, state)
         return torch.argmax(score, dim=-1), finite
 
     def commit(

@@ -77,7 +77,7 @@ def finish_rows(logit, start, step, where, tables, key, sizes, BASE: tl.constexp
         score = logit
         if tl.max(heat, axis=0) > 0.0:  # all greedy: the noise is multiplied by 0
             words = (place[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
-            score = perturb(logit, heat[None, :], ids[:, None], words, PAIRS)
+            score = perturb(logit, heat[None, :], tile * ids.shape[0], words, PAIRS)
         best, found, second = tile_best(logit, score, ids[:, None], inside[:, None], 0, BASE)
         at = row * tiles + tile  # of rows * tiles: far below 2^31
         tl.store(values + at, best, mask=ok)

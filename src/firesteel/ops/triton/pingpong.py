@@ -10,6 +10,7 @@ instructions, weights are the M operand. Written in Gluon: plain Triton cannot g
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,13 +33,15 @@ from firesteel.ops.triton.launch import (
 from firesteel.ops.triton.sample import (
     DRAFT_STREAM,
     KEY,
+    MINUS_LOG_2,
     NO_ID,
     PARTS,
     SHIFT,
+    WORDS,
     Partials,
-    gumbel,
     philox,
     seeds,
+    waiting,
 )
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.types import SlotState
@@ -46,6 +49,7 @@ from firesteel.ops.types import SlotState
 V, STEP = gl.constexpr(128), gl.constexpr(64)  # ids and K of a slot
 HALF = gl.constexpr(64)  # rows of a block of them
 SOME = gl.constexpr(8)  # ids whose noise a thread draws at once
+KEEP_NAN = gl.constexpr(tl.PropagateNan.ALL)
 STAGES = 5
 SLOT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
@@ -62,6 +66,13 @@ def own_layout(rows):
     """Of [SOME * 128 / rows, rows]: a thread has SOME neighbouring ids of one row."""
     lanes, across = (32, max(1, rows // 32)) if rows >= 32 else (rows, 1)
     return gl.BlockedLayout([8, 1], [32 // lanes, lanes], [4 // across, across], [0, 1])
+
+
+@gluon.constexpr_function
+def call_layout(rows):
+    """Of [SOME * 32 / rows, rows] calls of the generator: the same rows in the same threads as ``own_layout``."""
+    lanes, across = (32, max(1, rows // 32)) if rows >= 32 else (rows, 1)
+    return gl.BlockedLayout([2, 1], [32 // lanes, lanes], [4 // across, across], [0, 1])
 
 
 @gluon.constexpr_function
@@ -86,46 +97,60 @@ def put(part, buffer):
 
 
 @gluon.jit
-def words(ids, key):
-    """Noise words uint32 of ids [n, 1] of rows with ``key``: [n, rows]."""
-    _, place, stream, high, low, index = key
-    return philox(
-        ids.to(gl.uint32),
-        gl.expand_dims(place, 0),
-        gl.expand_dims(stream, 0),
-        gl.expand_dims(high, 0),
-        gl.expand_dims(low, 0),
-        gl.expand_dims(index, 0),
+def by_call(word, calls):
+    """A word [rows] of every row's key beside ``calls`` [n, 1]: [1, rows], in the same registers."""
+    return gl.expand_dims(gl.convert_layout(word, gl.SliceLayout(0, calls.type.layout)), 0)
+
+
+@gluon.jit
+def perturbed(logit, calls, key):
+    """``sample.perturb`` with given layouts, of the ids 4 * calls [n, 1] ...; nothing moves between threads."""
+    heat, place, stream, high, low, index = key
+    a, b, c, d = philox(
+        calls.to(gl.uint32),
+        by_call(place, calls),
+        by_call(stream, calls),
+        by_call(high, calls),
+        by_call(low, calls),
+        by_call(index, calls),
     )
+    drawn = gl.join(gl.join(a, c), gl.join(b, d))  # [n, rows, half, odd]: id v has word v % 4
+    drawn = gl.reshape(gl.permute(drawn, (0, 2, 3, 1)), logit.shape)
+    noise = waiting(gl.convert_layout(drawn, logit.type.layout, assert_trivial=True))
+    return gl.fma(noise, gl.expand_dims(heat * MINUS_LOG_2, 0) + gl.zeros_like(noise), logit)
 
 
 @gluon.jit
-def perturbed(logit, ids, key):
-    """``sample.perturb`` with given layouts."""
-    noise = gumbel(words(ids, key))
-    return gl.fma(noise, gl.expand_dims(key[0], 0) + gl.zeros_like(noise), logit)
+def keep_best(
+    buffer, more, at, first, key, hot, best, found, second,
+    VOCAB: gl.constexpr, SECOND: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Take the logits in ``buffer`` [chunks, n, rows] of ids first ... into every lane's best (value, start, second).
 
-
-@gluon.jit
-def keep_best(buffer, first, key, hot, best, found, second, VOCAB: gl.constexpr, SECOND: gl.constexpr):
-    """Take the logits in ``buffer`` [chunks, n, rows] of ids first ... into every lane's best (value, id, second)."""
+    ADD: those in the slots at ... of ``more`` [*, rows, n] are added. ``found`` is where the n ids begin that the
+    best one was among; the lane says which it is.
+    """
     N: gl.constexpr = buffer.shape[1]
     OWN: gl.constexpr = own_layout(buffer.shape[2])
-    ids = gl.expand_dims(first + gl.arange(0, N, layout=gl.SliceLayout(1, OWN)), 1)
+    CALL: gl.constexpr = call_layout(buffer.shape[2])
+    calls = gl.arange(0, N // WORDS, layout=gl.SliceLayout(1, CALL))
+    calls = gl.expand_dims(first // WORDS + calls, 1)
     for c in range(buffer.shape[0]):
         logit = buffer.index(c).load(OWN)
+        if ADD:
+            logit += more.index(at + c).permute((1, 0)).load(OWN)
+        start = first + c * N
         score = logit
         if hot:  # all greedy: the noise is multiplied by 0
-            score = perturbed(logit, ids, key)
-        score = gl.where(logit < float("inf"), score, float("inf"))  # a NaN or +inf is a best +inf
+            score = perturbed(logit, calls, key)
         if VOCAB % V != 0:
-            score = gl.where(ids < VOCAB, score, float("-inf"))
+            lane = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(1, OWN)), 1)
+            score = gl.where(lane + start < VOCAB, score, float("-inf"))
         if SECOND:
             second = gl.maximum(second, gl.minimum(best, score))
-        better = score > best
-        found = gl.where(better, ids, found)  # ids ascend: the first of equals stays
-        best = gl.where(better, score, best)
-        ids += N
+        found = gl.where(score > best, start, found)  # ids ascend: the first of equals stays
+        best = gl.maximum(best, score, propagate_nan=KEEP_NAN)
+        calls += N // WORDS
     return best, found, second
 
 
@@ -149,7 +174,10 @@ def row_keys(
 
 @gluon.jit
 def keep_winner(best, found, second, to, ok, values, chosen, seconds, SECOND: gl.constexpr):
-    """``walk.winners``: one (value, id or -1, second) per row at ``to``."""
+    """``walk.winners``: one (value, id or -1, second) per row at ``to``; best, found, second of ``keep_best``."""
+    best = gl.where(best < float("inf"), best, float("inf"))  # a NaN or +inf is a best +inf
+    lane = gl.expand_dims(gl.arange(0, best.shape[0], layout=gl.SliceLayout(1, best.type.layout)), 1)
+    found = gl.where(found == NO_ID, NO_ID, found + lane)
     top = gl.max(best, axis=0)
     name = gl.min(gl.where(best == gl.expand_dims(top, 0), found, NO_ID), axis=0)
     gl.store(values + to, top, mask=ok)
@@ -212,7 +240,9 @@ def one_tile(
     found = gl.full([IDS, N], NO_ID, gl.int32, OWN)
     for h in gl.static_range(TIMES):
         put(pieces[h], part)
-        best, found, _ = keep_best(part, tile * V + h * (V // 2), key, hot, best, found, best, HOW[0], False)
+        best, found, _ = keep_best(
+            part, part, 0, tile * V + h * (V // 2), key, hot, best, found, best, HOW[0], False, False
+        )
     keep_winner(best, found, best, row * tiles + tile, every, values, chosen, values, False)
 
 

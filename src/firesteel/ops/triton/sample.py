@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from firesteel.ops.reference.noise import BELOW_ONE, DRAFT, PASS_SHIFT, TARGET
+from firesteel.ops.reference.noise import WORDS as WORDS_OF_A_CALL
 from firesteel.ops.triton.launch import begin, cdiv, kernel, pow2
 from firesteel.ops.triton.spec import Spec
 from firesteel.ops.types import SlotState
@@ -26,20 +27,22 @@ MULTIPLY_A = tl.constexpr(0xD2511F53)
 MULTIPLY_B = tl.constexpr(0xCD9E8D57)
 WEYL_A = tl.constexpr(0x9E3779B9)
 WEYL_B = tl.constexpr(0xBB67AE85)
+MINUS_LOG_2 = tl.constexpr(-0.6931471805599453)
 ALMOST_ONE = tl.constexpr(BELOW_ONE)
 TARGET_STREAM = tl.constexpr(TARGET)
 DRAFT_STREAM = tl.constexpr(DRAFT)
 SHIFT = tl.constexpr(PASS_SHIFT)
+WORDS = tl.constexpr(WORDS_OF_A_CALL)
 NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def philox(ids, position, stream, high, low, sample, PAIRS: tl.constexpr = True):  # type: ignore[no-untyped-def]
-    """First word of Philox4x32-10 (Salmon et al., 2011); uint32 operands that broadcast as rounds mix them.
+def philox(calls, position, stream, high, low, sample, PAIRS: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """All words of Philox4x32-10 (Salmon et al., 2011); uint32 operands that broadcast as rounds mix them.
 
     PAIRS: both halves of a product by one wide instruction, which is quicker on NVIDIA but takes pairs of registers.
     """
-    c0, c1, c2, c3 = ids, position, stream, high
+    c0, c1, c2, c3 = calls, position, stream, high
     k0, k1 = low, sample
     for _ in tl.static_range(10):
         if PAIRS:
@@ -54,41 +57,72 @@ def philox(ids, position, stream, high, low, sample, PAIRS: tl.constexpr = True)
         c2, c3 = high_a ^ c3 ^ k1, low_a
         k0 += WEYL_A
         k1 += WEYL_B
-    return c0
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def words_of(first, key, N: tl.constexpr, PAIRS: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Noise words uint32 of the N ids first ..., both multiples of 4: [N], or [N, rows] of a key [1, rows]."""
+    place, stream, high, low, index = key
+    calls = (tl.arange(0, N // WORDS) + first // WORDS).to(tl.uint32)
+    if len(place.shape) == 2:
+        calls = calls[:, None]
+    a, b, c, d = philox(calls, place, stream, high, low, index, PAIRS)
+    drawn = tl.join(tl.join(a, c), tl.join(b, d))  # [..., half, odd]: id v has word v % 4
+    if len(place.shape) == 2:
+        drawn = tl.reshape(tl.permute(drawn, (0, 2, 3, 1)), (N, drawn.shape[1]))
+    else:
+        drawn = tl.reshape(drawn, (N,))
+    return drawn
 
 
 @triton.jit
 def uniform(bits):  # type: ignore[no-untyped-def]
-    """(bits + 1/2) * 2^-32 rounded to float32, below one: two exact halves, so one rounding.
+    """(bits + 1/2) * 2^-32 rounded to float32, below one: two exact parts, so one rounding.
 
-    The lower half, a byte, goes into the mantissa of 2^23: conversions run on a slow unit.
+    The lower part, a byte, goes into the mantissa of 2^-9: conversions run on a slow unit.
     """
-    upper = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    lower = ((bits & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.5
-    return tl.minimum(upper + lower * 2.3283064365386963e-10, ALMOST_ONE)
+    upper = (bits >> 8).to(tl.int32).to(tl.float32)
+    if cuda_capability_geq(8, 0):  # in one instruction
+        code: tl.constexpr = "prmt.b32 $0, $1, 0x3B000000, 0x7540;"
+        byte = tl.inline_asm_elementwise(code, "=r,r", [bits], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        byte = (bits & 255) | 0x3B000000
+    lower = byte.to(tl.float32, bitcast=True) - 0.00195312488358467817
+    return tl.minimum(upper * 5.9604644775390625e-08 + lower, ALMOST_ONE)
 
 
 @triton.jit
-def quick_log(x):  # type: ignore[no-untyped-def]
-    """log of normal numbers: off by 2e-7, or by 2 parts in 10^7 beyond [0.5, 2]."""
+def quick_log2(x):  # type: ignore[no-untyped-def]
+    """log2 of |x|, a normal number: off by 2^-22, or by one part in 2^22 beyond [0.5, 2]."""
     if cuda_capability_geq(8, 0):
-        code: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;"
-        two = tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-        y = two * 0.6931471805599453
+        code: tl.constexpr = "{.reg .f32 t; abs.f32 t, $1; lg2.approx.ftz.f32 $0, t;}"
+        y = tl.inline_asm_elementwise(code, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        y = tl.log(x)
+        y = tl.log2(tl.abs(x))
     return y
 
 
 @triton.jit
-def gumbel(bits):  # type: ignore[no-untyped-def]
-    """-log(-log1p(-v)); log1p by its series below 1/4, where the rounding of 1 - v would show."""
+def waiting(bits):  # type: ignore[no-untyped-def]
+    """log2 of -log2(1 - v): Gumbel noise is that times -log 2, and a constant that no comparison sees.
+
+    Below 1/4, where the rounding of 1 - v would show, log2(1 - v) / v is the polynomial of degree 5 whose
+    largest relative error is least (4e-8).
+    """
     v = uniform(bits)
-    series = v * (1.0 / 11) + 1.0 / 10
-    for i in tl.static_range(9):
-        series = series * v + 1.0 / (9 - i)
-    exponential = tl.where(v < 0.25, v * series, -quick_log(1.0 - v))
-    return -quick_log(exponential)
+    near = v * -0.49022430181503296 - 0.20762552320957184
+    near = near * v - 0.371925950050354
+    near = near * v - 0.48021063208580017
+    near = near * v - 0.7213626503944397
+    near = near * v - 1.4426950216293335
+    return quick_log2(tl.where(v < 0.25, v * near, quick_log2(1.0 - v)))
+
+
+@triton.jit
+def gumbel(bits):  # type: ignore[no-untyped-def]
+    """-log(-log1p(-v)) of v = ``uniform(bits)``."""
+    return waiting(bits) * MINUS_LOG_2 + 0.36651292058166435
 
 
 @triton.jit
@@ -108,11 +142,10 @@ def row_key(slots, positions, passes, seed_lo, seed_hi, sample, temperature, at,
 
 
 @triton.jit
-def perturb(logit, heat, ids, words, PAIRS: tl.constexpr = True):  # type: ignore[no-untyped-def]
-    """logit + heat * g with one rounding: the only place where noise meets logits."""
-    place, stream, high, low, index = words
-    noise = gumbel(philox(ids.to(tl.uint32), place, stream, high, low, index, PAIRS))
-    return tl.fma(noise, heat + tl.zeros_like(noise), logit)
+def perturb(logit, heat, first, key, PAIRS: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """logit + heat * g of the ids first ..., less a constant of the row: the only place where noise meets logits."""
+    noise = waiting(words_of(first, key, logit.shape[0], PAIRS))
+    return tl.fma(noise, heat * MINUS_LOG_2 + tl.zeros_like(noise), logit)
 
 
 @triton.jit
@@ -164,7 +197,7 @@ def sample_tiles(  # type: ignore[no-untyped-def]
     logit = tl.load(logits + row.to(tl.int64) * stride + ids, mask=inside, other=float("-inf"))
     score = logit
     if tl.max(heat, axis=0) > 0.0:  # T = 0: the noise is multiplied by 0
-        score = perturb(logit, heat, ids, (place, stream, high, low, index))
+        score = perturb(logit, heat, tile * TILE, (place, stream, high, low, index))
     best, found, second = tile_best(logit, score, ids, inside, 0, SECOND)
     out = row * tiles + tile
     tl.store(values + out, best)

@@ -55,7 +55,7 @@ def lane_bests(logit, start, step, place, key, rows, hot, WHOLE: tl.constexpr, S
             second = best
         return best, found, second
     else:
-        ids, inside = place
+        ids, inside, first = place
         slots, positions, passes, seed_lo, seed_hi, sample, temperature = key
         row = start + step * tl.arange(0, N)
         ok = row < rows
@@ -65,7 +65,7 @@ def lane_bests(logit, start, step, place, key, rows, hot, WHOLE: tl.constexpr, S
                 slots, positions, passes, seed_lo, seed_hi, sample, temperature, row, ok, REJECTION
             )
             words = (where[None, :], stream[None, :], high[None, :], low[None, :], index[None, :])
-            score = perturb(logit, heat[None, :], ids[:, None], words)
+            score = perturb(logit, heat[None, :], first, words)
         return lane_best(logit, score, ids, inside, WHOLE, SECOND, V, N)
 
 
@@ -147,7 +147,7 @@ def walk_rows(  # type: ignore[no-untyped-def]
         if STORE:
             tl.store(out + (row.to(tl.int64) * out_stride)[None, :] + ids[:, None], logit, mask=both)
         if PICK:
-            v, i, s = lane_bests(logit, start, 1, (ids, inside), key, rows, hot, WHOLE, True, REJECTION, TILE_V, TILE_R, CHUNK)  # fmt: skip  # noqa: E501
+            v, i, s = lane_bests(logit, start, 1, (ids, inside, tile * TILE_V), key, rows, hot, WHOLE, True, REJECTION, TILE_V, TILE_R, CHUNK)  # fmt: skip  # noqa: E501
             second = tl.maximum(tl.maximum(second, s), tl.minimum(best, v))
             found = tl.where(v > best, i, found)  # ids ascend: the first of equals stays
             best = tl.maximum(best, v)
