@@ -67,7 +67,7 @@ def test_codes(rows: int) -> None:
     n, k, groups, rng = 2048, 1024, 4, torch.Generator("cuda").manual_seed(rows)
     x, w = normal(rng, rows, groups * k).bfloat16(), normal(rng, n, k).bfloat16()
     x[0, 5] = float("nan")
-    pipe, unused = piped.ONE[0], torch.zeros(1, dtype=torch.int32, device="cuda")
+    pipe, unused = piped.MANY, torch.zeros(1, dtype=torch.int32, device="cuda")
     low = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
     piped.launch(None, (w, x), low, unused, pipe, splits=(1, 1), groups=groups)
     want = linear.quantise(low, n, torch.float8_e4m3fn)

@@ -24,6 +24,7 @@ from firesteel.ops.types import Norm
 
 FEW = 64  # rows that do not fill the device
 MIXED = (1, 4)  # rows whose mixing matrices one program makes: of few rows and of many
+BACK = True  # whether the last rows come first: the L2 still has them from the kernel that wrote the streams
 
 
 @triton.jit
@@ -159,14 +160,17 @@ def finish_pre(
     WEIGHTED: tl.constexpr,
     FORM: tl.constexpr,
     OFFICIAL: tl.constexpr,
+    BACK: tl.constexpr = False,
 ):
     """Of SR + 1 programs the first makes post and comb of SR rows, the others mix, norm and quantise a row each.
 
     Side by side, because the first wait for their own results and the others for memory.
     """
     begin()
-    place = tl.program_id(0) % (SR + 1)
-    first = tl.program_id(0) // (SR + 1) * SR
+    at = tl.program_id(0)
+    if BACK:
+        at = tl.num_programs(0) - 1 - at
+    place, first = at % (SR + 1), at // (SR + 1) * SR
     row = (first + place - 1).to(tl.int64)
     if (place > 0) & (row >= rows):
         return
@@ -243,7 +247,7 @@ def _finished(h: Tensor, part: Tensor, m: Mixer) -> tuple[Tensor, Tensor, Tensor
     finish_pre[(cdiv(rows, mixed) * (mixed + 1),)](
         h, part, m.base, m.scale, h if weight is None else dense(weight), x, form.q, form.step, post, comb, rows,
         m.eps, m.rms_eps, m.norm.eps, m.fn.shape[0], d, hc, part.shape[2], part.shape[0], pow2(part.shape[0]), block,
-        m.iters, mixed, weight is not None, form.kind, m.official, num_warps=max(1, warps(block) // 2),
+        m.iters, mixed, weight is not None, form.kind, m.official, BACK, num_warps=max(1, warps(block) // 2),
     )  # fmt: skip
     return remember(x, form), post, comb
 
@@ -317,7 +321,7 @@ def _specs() -> list[Spec]:
                 f"hyper_pre_{mixed}_{name}",
                 finish_pre,
                 {**finished, "q_ptr": "*fp8" if official else "*fp32"},
-                {**shape, "N": 24, "NP": 32, "ITERS": 20, "SR": mixed, "FORM": int(official)},
+                {**shape, "N": 24, "NP": 32, "ITERS": 20, "SR": mixed, "FORM": int(official), "BACK": BACK},
                 {"num_warps": 4},
                 overrides={"gfx942": {"FORM": 0}},
             )

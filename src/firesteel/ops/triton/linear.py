@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from firesteel.checkpoint.codecs import FP8_BLOCK, QTensor, scale_to_float
-from firesteel.ops.triton import piped
+from firesteel.ops.triton import crossed, piped
 from firesteel.ops.triton.activations import GROUP as GROUP
 from firesteel.ops.triton.activations import fresh as fresh
 from firesteel.ops.triton.activations import quantise as quantise
@@ -128,7 +128,7 @@ class Shape:
 
     ``parallel``: ranges of K by programs of their own, whose sums are read ``at_once`` at a time. ``wide``:
     by tensor descriptors, in steps of ``step`` channels; ``pair``: two sums of 64 outputs in a program;
-    ``pipe``: in the form of ``piped``, which the rest then only repeats.
+    ``pipe``, ``cross``: in the form of ``piped`` or of ``crossed``, which the rest then only repeats.
     """
 
     tile_m: int
@@ -141,6 +141,7 @@ class Shape:
     pair: bool = False
     at_once: int = 1
     pipe: piped.Pipe | None = None
+    cross: crossed.Cross | None = None
 
 
 def wide_shape(kind: str, w: Weight, rows: int) -> Shape | None:
@@ -167,6 +168,8 @@ def shape_for(kind: str, w: Weight, rows: int, target: Target, groups: int = 1) 
     """
     if target.name == "sm_90":
         flat = kind == "bf16" or (kind == "fp8" and w.lines_of == GROUP)
+        if flat and (cross := crossed.cross_for(kind, *w.shape, w.splits, rows, groups)) is not None:
+            return Shape(GROUP, cross.rows, 4, cross.stages, cross.side > 1, cross=cross)
         if flat and (pipe := piped.pipe_for(kind, *w.shape, w.splits, rows, groups)) is not None:
             return Shape(pipe.m, pipe.n + pipe.more, 4, pipe.stages, pipe.side > 1, pipe=pipe)
         if (shape := wide_shape(kind, w, rows)) is not None:
@@ -204,11 +207,16 @@ def codes(
     rows, (n, _) = x.shape[0], w.shape
     if kind != "bf16" or rows == 0 or target.fp8 != torch.float8_e4m3fn:
         return None
-    pipe = shape_for(kind, w, rows, target, groups).pipe
-    if pipe is None or pipe.m != 256 or pipe.more or w.splits > 1:
+    shape = shape_for(kind, w, rows, target, groups)
+    pipe, cross = shape.pipe, shape.cross
+    if cross is None and (pipe is None or pipe.m != 256 or pipe.more or w.splits > 1):
         return None
     q = torch.empty(rows, n, dtype=target.fp8, device=x.device)
     scale = torch.empty(rows, n // GROUP, dtype=torch.float32, device=x.device)
+    if cross is not None:
+        crossed.launch(w.data, None, x, None, q, scratch.arrived, cross, w.splits, groups=groups, exact=scale)
+        return q, scale
+    assert pipe is not None
     piped.launch(None, (w.data, x), q, scratch.arrived, pipe, splits=(1, 1), groups=groups, exact=scale)
     return q, scale
 
@@ -234,6 +242,10 @@ def product(
     if rows == 0:
         return out
     shape = shape or shape_for(kind, w, rows, target, groups)
+    if shape.cross is not None:
+        assert kind != "f32", "float32 has no matrix instruction"
+        crossed.launch(w.data, w.scale, x, xs, out, scratch.arrived, shape.cross, w.splits, groups=groups)
+        return out
     if shape.pipe is not None:
         assert kind != "f32", "float32 has no matrix instruction"
         piped.launch(
@@ -354,7 +366,8 @@ KERNELS: list[Spec] = [
     _wide_spec("bf16", (128, 256, 64), 8, 4, 1, False),
     _pair_spec(),
     *piped.KERNELS,
-    piped.spec("linear-bf16-piped-codes", 0, 8192, 4096, 1, piped.ONE[0], 8, out="*fp8"),
+    *crossed.KERNELS,
+    piped.spec("linear-bf16-piped-codes", 0, 8192, 4096, 1, piped.MANY, 8, out="*fp8"),
     piped.spec("linear-bf16-piped-router-512", 0, 256, 4096, 4, piped.Pipe(64, 64, stages=12, side=4), out="*fp32"),
     piped.spec("linear-bf16-piped-router-more", 0, 256, 4096, 4, piped.Pipe(64, 128, stages=8, side=2), out="*fp32"),
 ]  # fmt: skip

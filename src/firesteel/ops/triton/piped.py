@@ -42,8 +42,7 @@ class Pipe:
 
     A program's tile: ``m`` outputs by ``n`` + ``more`` rows (each a power of two, ``more`` 0 or at least 16) for
     ``groups`` warp groups, which share the outputs of 128 and the rows of 64. ``stages`` blocks of K are copied
-    ahead. ``side``: pieces of work that the ranges of K are shared out to. ``turns``: two groups start
-    their FP8 products one after the other.
+    ahead. ``side``: pieces of work that the ranges of K are shared out to.
     """
 
     m: int
@@ -52,17 +51,16 @@ class Pipe:
     groups: int = 2
     stages: int = 6
     side: int = 1
-    turns: bool = False
 
 
 @gluon.jit
 def multiply(
-    ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full, empty, turns, rows,
+    ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full, empty, rows,
     programs,
     SHARE: gl.constexpr, K: gl.constexpr, N8: gl.constexpr, N16: gl.constexpr, SPLITS_8: gl.constexpr,
     SIDE_8: gl.constexpr, SPLITS_16: gl.constexpr, SIDE_16: gl.constexpr, MEMBERS: gl.constexpr,
     COPIED: gl.constexpr, M: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of a tile's outputs, or of its rows if there are 64 outputs.
 
@@ -102,15 +100,15 @@ def multiply(
             wsp, block = ws + m0 // 128 * BLOCKS, split * (HERE_8 * STEPS_8)
             if HERE_8 == 1:
                 acc, more, at = fp8_range(
-                    wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty, turns,
-                    at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES, TURNS,
+                    wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty,
+                    at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES,
                 )  # fmt: skip
             else:
                 acc, more = zeros(W1, 32), zeros(W2, 32)
                 for r in range(HERE_8):  # not unrolled: the registers hold one range's sums
                     acc, more, at = fp8_range(
                         wsp + block, xs, n0, n0 + N1, rows, block, a_ring, b_ring, c_ring, full, empty,
-                        turns, at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES, TURNS,
+                        at, SHARE, BLOCKS, STEPS_8, M, W1, W2, TWO, BY_ROWS, STAGES,
                     )  # fmt: skip
                     block += STEPS_8
                     if r < HERE_8 - 1:
@@ -207,7 +205,7 @@ def piped_kernel(
     K: gl.constexpr, N8: gl.constexpr, N16: gl.constexpr, GROUP_N: gl.constexpr, SPLITS_8: gl.constexpr,
     SIDE_8: gl.constexpr, SPLITS_16: gl.constexpr, SIDE_16: gl.constexpr, MEMBERS: gl.constexpr,
     COPIED: gl.constexpr, M: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Rows times w8 [N8, K] and w16 [N16, K] transposed, one of which may be missing.
 
@@ -238,9 +236,6 @@ def piped_kernel(
         o_ring, p_ring = a_ring, a_ring
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
@@ -252,16 +247,16 @@ def piped_kernel(
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, turns, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
-                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
+                        empty, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES,
                     ),
                 ),
                 (
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, turns, rows, programs, 1, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
-                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
+                        empty, rows, programs, 1, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES,
                     ),
                 ),
                 (
@@ -282,8 +277,8 @@ def piped_kernel(
                     multiply,
                     (
                         ws, xs, out, exact, o1, o2, part, arrived, table, a_ring, b_ring, c_ring, o_ring, p_ring, full,
-                        empty, turns, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
-                        COPIED, M, N1, N2, GROUPS, STAGES, TURNS,
+                        empty, rows, programs, 0, K, N8, N16, SPLITS_8, SIDE_8, SPLITS_16, SIDE_16, MEMBERS,
+                        COPIED, M, N1, N2, GROUPS, STAGES,
                     ),
                 ),
                 (
@@ -344,7 +339,9 @@ def launch(
     assert all(fits(k, cut, pipe) for cut in cuts) and n8 % 64 == n16 % 64 == 0, "a weight of whole tiles"
     assert pipe.groups == 2 or pipe.m == 64, "a warp group has 64 outputs"
     assert pipe.more == 0 or pipe.m == 128, "two sums of a warp group are of rows or of outputs"
-    assert pipe.m < 256 or table is None, "a member has an entry per 64 outputs"
+    assert pipe.m < 256 or (table is None and narrow is None), (
+        "a member has an entry per 64 outputs; ``crossed``"
+    )
     tiles, spans = (cdiv(n8, pipe.m), cdiv(n16, pipe.m)), cdiv(rows, pipe.n + pipe.more)
     grid = min(programs or processors(out.device), (tiles[0] * sides[0] + tiles[1] * sides[1]) * spans)
     assert max(sides) == 1 or sum(tiles) * spans * pipe.groups <= arrived.shape[0], "more tiles than counters"
@@ -367,24 +364,23 @@ def launch(
         blocks_of(out, pipe.more) if copied and pipe.more else to, part, arrived, arrived if table is None else table,
         rows, grid, K=k, N8=n8, N16=n16, GROUP_N=(n8 + n16) // groups, SPLITS_8=cuts[0], SIDE_8=sides[0],
         SPLITS_16=cuts[1], SIDE_16=sides[1], MEMBERS=table is not None, COPIED=copied, M=pipe.m, N1=pipe.n,
-        N2=pipe.more, GROUPS=pipe.groups, STAGES=stages, TURNS=pipe.turns, num_warps=4, launch_pdl=launched_early(),
+        N2=pipe.more, GROUPS=pipe.groups, STAGES=stages, num_warps=4, launch_pdl=launched_early(),
     )  # fmt: skip
 
 
 # ---- which form -------------------------------------------------------------------------
 MOST = 132  # pieces of work at a time: multiprocessors of the H200 that the figures are of
 SHORT = (3072, 5120)  # outputs of FP8 weights whose ranges of K are chosen for these kernels
-# row counts up to which a form serves a short weight of one range of K, and one of two; the last one all others
+# row counts up to which a form serves a short weight of one range of K, and one of two: more are ``crossed``'s
 ONE = {
     16: Pipe(64, 16, groups=1, stages=18), 32: Pipe(64, 32, groups=1, stages=15), 128: Pipe(64, 64, stages=12),
-    256: Pipe(128, 64, stages=8), 512: Pipe(128, 128), 0: Pipe(256, 128, stages=4),
+    192: Pipe(128, 64, stages=8),
 }  # fmt: skip
 TWO = {
     16: Pipe(64, 16, groups=1, stages=18, side=2), 32: Pipe(64, 32, groups=1, stages=15, side=2),
-    64: Pipe(64, 64, stages=12, side=2), 128: Pipe(64, 128, stages=8, side=2), 256: Pipe(128, 128, side=2),
-    384: Pipe(128, 128, 64, stages=4, side=2), 512: Pipe(128, 128), 768: Pipe(128, 128, 64, stages=4),
-    0: Pipe(256, 128, stages=4, turns=True),
+    64: Pipe(64, 64, stages=12, side=2), 128: Pipe(64, 128, stages=8, side=2), 192: Pipe(128, 128, side=2),
 }  # fmt: skip
+MANY = Pipe(256, 128, stages=4)
 
 
 def ranges_for(n: int, k: int) -> int | None:
@@ -399,19 +395,15 @@ def pipe_for(kind: str, n: int, k: int, splits: int, rows: int, groups: int = 1)
 
     None of a row count at which the form of ``products`` is as good.
     """
-    if kind == "fp8" and groups == 1:
-        if splits == ranges_for(n, k):
-            forms = ONE if splits == 1 else TWO
-            return next((pipe for most, pipe in forms.items() if rows <= most), forms[0])
-        wide = n >= 8192 and n % 256 == 0 and splits == 1 and fits(k, 1, ONE[0])
-        return ONE[0] if wide and rows > (256 if n >= 16384 else 896) else None
-    if kind == "bf16" and splits == 1 and 6144 <= n <= 8448 and n // groups % 256 == 0 and fits(k, 1, ONE[0]):
+    if kind == "fp8" and groups == 1 and splits == ranges_for(n, k):
+        return next((pipe for most, pipe in (ONE if splits == 1 else TWO).items() if rows <= most), None)
+    if kind == "bf16" and splits == 1 and 6144 <= n <= 8448 and n // groups % 256 == 0 and fits(k, 1, MANY):
         if 64 < rows <= 128:
             return Pipe(64, 128, stages=8)
-        if 256 < rows <= 384:
-            return Pipe(128, 128, 32, stages=5) if rows <= 320 else Pipe(128, 128, 64, stages=4)
-        return ONE[0] if rows > 512 else None
-    if kind == "bf16" and splits == 4 and n == 256 and groups == 1 and fits(k, 4, ONE[0]):  # a router
+        if 256 < rows <= 320:
+            return Pipe(128, 128, 32, stages=5)
+        return MANY if rows > 512 else None
+    if kind == "bf16" and splits == 4 and n == 256 and groups == 1 and fits(k, 4, MANY):  # a router
         if 256 < rows <= 512:
             return Pipe(64, 64, stages=12, side=4)
         return Pipe(64, 128, stages=8, side=2) if rows > 1024 else None
@@ -466,24 +458,22 @@ def spec(
             "SIDE_8": min(pipe.side, cuts[0]), "SPLITS_16": cuts[1], "SIDE_16": min(pipe.side, cuts[1]),
             "MEMBERS": members, "COPIED": copied, "M": pipe.m, "N1": pipe.n, "N2": pipe.more,
             "GROUPS": pipe.groups, "STAGES": pipe.stages - (not copied and not codes),
-            "TURNS": pipe.turns,
         },
         options={"num_warps": 4},
         targets=("sm_90",),
     )  # fmt: skip
 
 
-# tiles of 192 rows, and of 256 outputs in two ranges, keep addresses in a frame outside the loop (compile.FRAMES)
+# tiles of 192 rows keep addresses in a frame outside the loop (compile.FRAMES)
 KERNELS: list[Spec] = [
     *(
-        spec(f"linear-fp8-piped-{splits}-{rows or 'more'}", 4096, 0, k, splits, pipe)
+        spec(f"linear-fp8-piped-{splits}-{rows}", 4096, 0, k, splits, pipe)
         for splits, k, forms in ((1, 4096, ONE), (2, 8192, TWO))
         for rows, pipe in forms.items()
     ),
     spec("linear-bf16-piped-128", 0, 8192, 4096, 1, Pipe(64, 128, stages=8), 8),
     spec("linear-bf16-piped-320", 0, 8192, 4096, 1, Pipe(128, 128, 32, stages=5), 8),
-    spec("linear-bf16-piped-384", 0, 8192, 4096, 1, Pipe(128, 128, 64, stages=4), 8),
-    spec("linear-bf16-piped-more", 0, 8192, 4096, 1, ONE[0], 8),
+    spec("linear-bf16-piped-more", 0, 8192, 4096, 1, MANY, 8),
     spec("linears-together-piped-64", 1536, 2624, 4096, 2, Pipe(64, 64, stages=11, side=2), 1, True),
     spec("linears-together-piped-128", 1536, 2624, 4096, 2, Pipe(64, 128, stages=8, side=2), 1, True),
     spec("linears-together-piped-256", 1536, 2624, 4096, 2, Pipe(128, 128, side=2), 1, True),

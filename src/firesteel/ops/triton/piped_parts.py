@@ -168,17 +168,6 @@ def next_scales(some, xs, places, i, STEPS: gl.constexpr, N: gl.constexpr, SOME:
 
 
 @gluon.jit
-def started(a, b, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
-    """A product [64, N] under way, a group's n-th one; with TURNS behind the other's of that number, or of n - 1."""
-    if TURNS:
-        mbarrier.wait(turns.index(SHARE), (n & 1) ^ (1 - SHARE))
-    d = warpgroup_mma(a, b, zeros(N, 32), use_acc=False, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - SHARE), count=1)
-    return d
-
-
-@gluon.jit
 def by_rows(t, N: gl.constexpr):
     """Scales t [N] as factors of [64, N]."""
     scale = gl.convert_layout(t, gl.SliceLayout(0, sum_layout(N)))
@@ -186,24 +175,12 @@ def by_rows(t, N: gl.constexpr):
 
 
 @gluon.jit
-def add_block(a, b, t, acc, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
-    """acc [64, N] + a [64, 128] times b [128, N] times the scales t [N]; n, TURNS: see ``started``."""
-    d = started(a, b, turns, n, N, SHARE, TURNS)
+def add_block(a, b, t, acc, N: gl.constexpr):
+    """acc [64, N] + a [64, 128] times b [128, N] times the scales t [N]."""
+    d = warpgroup_mma(a, b, zeros(N, 32), use_acc=False, is_async=True)
     scale = by_rows(t, N)  # while the tensor cores work
     d = warpgroup_mma_wait(0, deps=[d])
     return gl.fma(d, scale, acc)
-
-
-@gluon.jit
-def add_blocks(a, c, b, t, acc, more, turns, n, N: gl.constexpr, SHARE: gl.constexpr, TURNS: gl.constexpr):
-    """``add_block`` for a and for c, whose outputs share the scales."""
-    d = started(a, b, turns, n, N, SHARE, TURNS)
-    scale = by_rows(t, N)
-    d = warpgroup_mma_wait(0, deps=[d])
-    acc = gl.fma(d, scale, acc)
-    d = started(c, b, turns, n + 1, N, SHARE, TURNS)
-    d = warpgroup_mma_wait(0, deps=[d])
-    return acc, gl.fma(d, scale, more)
 
 
 @gluon.jit
@@ -289,22 +266,20 @@ def operands(
 
 @gluon.jit
 def fp8_range(
-    wsp, xs, n0, n1, rows, block, a_ring, b_ring, c_ring, full, empty, turns, at,
+    wsp, xs, n0, n1, rows, block, a_ring, b_ring, c_ring, full, empty, at,
     SHARE: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr, M: gl.constexpr, W1: gl.constexpr,
-    W2: gl.constexpr, TWO: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    W2: gl.constexpr, TWO: gl.constexpr, BY_ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Sums [64, W1] of rows n0 ... and [64, W2] of n1 ... over the next STEPS blocks, from ``block`` on; then ``at``.
 
-    wsp: the weight's scales of these blocks. In a tile of 256 outputs the second sum is of the next 64 of them.
-    TURNS: see ``piped.Pipe``.
+    wsp: the weight's scales of these blocks.
     """
     UNROLL: gl.constexpr = 4 if W1 <= 64 and not TWO else 1  # wider tiles do not fit the registers then
-    BY_N: gl.constexpr = TWO and M < 256
-    SOME: gl.constexpr = 2 if BY_N else 4  # blocks whose scales are read at once
+    SOME: gl.constexpr = 2 if TWO else 4  # blocks whose scales are read at once
     acc, more = zeros(W1, 32), zeros(W2, 32)
     tp = scale_places(n0, rows, BLOCKS, W1, SOME) + block
     some, s = gl.load(xs + tp), gl.load(wsp)
-    if BY_N:
+    if TWO:
         vp = scale_places(n1, rows, BLOCKS, W2, SOME) + block
         others = gl.load(xs + vp)
     for base in range(0, STEPS, UNROLL):
@@ -314,19 +289,15 @@ def fp8_range(
             j = u if UNROLL == 4 else i % SOME
             t = picked(some, j, SOME) * s
             some = next_scales(some, xs, tp, i, STEPS, W1, SOME)
-            if BY_N:
+            if TWO:
                 v = picked(others, j, SOME) * s
                 others = next_scales(others, xs, vp, i, STEPS, W2, SOME)
             s = gl.load(wsp + gl.minimum(i + 1, STEPS - 1))
             mbarrier.wait(full.index(stage), turn)
             a, b, c = operands(a_ring, b_ring, c_ring, stage, SHARE, M, W1, BY_ROWS)
-            n = at * 2 if TWO else at
-            if TWO and M == 256:
-                acc, more = add_blocks(a, c, b, t, acc, more, turns, n, W1, SHARE, TURNS)
-            else:
-                acc = add_block(a, b, t, acc, turns, n, W1, SHARE, TURNS)
-                if BY_N:
-                    more = add_block(a, c, v, more, turns, n + 1, W2, SHARE, TURNS)
+            acc = add_block(a, b, t, acc, W1)
+            if TWO:
+                more = add_block(a, c, v, more, W2)
             mbarrier.arrive(empty.index(stage), count=1)
             at += 1
     return acc, more, at

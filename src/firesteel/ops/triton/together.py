@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from firesteel.ops.triton import piped
+from firesteel.ops.triton import crossed, piped
 from firesteel.ops.triton.launch import begin, cdiv, kernel, pow2
 from firesteel.ops.triton.linear import COUNTERS, GROUP, TILE_M, Scratch, Weight
 from firesteel.ops.triton.products import range_sum, ranges_end, wide_sum
@@ -300,7 +300,8 @@ class Manner:
 
     ``wide``: by tensor descriptors, for many rows; ``side``: whether the ranges of K of FP8 and of bfloat16 run
     side by side then, as they always do for few rows. ``pipe``: in the form of ``piped``, to which the others say
-    nothing. The rest as ``linear.Shape`` has it.
+    nothing; ``cross``: FP8 in the form of ``crossed``, the others by ``pipe`` in a launch of their own. The rest as
+    ``linear.Shape`` has it.
     """
 
     tile_n: int
@@ -309,22 +310,30 @@ class Manner:
     side: tuple[bool, bool] = (True, True)
     at_once: int = 1
     pipe: piped.Pipe | None = None
+    cross: crossed.Cross | None = None
 
 
-def pipe_of(group: Group, rows: int) -> piped.Pipe | None:
-    """The pipelined form for some row count, if there is a good one."""
+def pipes_of(group: Group, rows: int) -> tuple[piped.Pipe | None, crossed.Cross | None]:
+    """The pipelined form for some row count, and that of the FP8 weights if it is another; None: no good one."""
     sizes = [0 if w is None else w.shape[0] for w in (group.fp8, group.bf16)]
     cuts = [1 if w is None else w.splits for w in (group.fp8, group.bf16)]
     some = group.fp8 or group.bf16
     assert some is not None, "a group has members"
-    return piped.pipe_for_group((sizes[0], sizes[1]), some.shape[1], (cuts[0], cuts[1]), rows)
+    shape = (sizes[0], sizes[1]), some.shape[1], (cuts[0], cuts[1]), rows
+    if (cross := crossed.cross_for_group(*shape)) is not None:
+        return crossed.BESIDE if group.bf16 is not None else None, cross
+    return piped.pipe_for_group(*shape), None
 
 
 def manner_for(group: Group, rows: int, target: Target) -> Manner | None:
     """As measured on an H200; None if every product is better off with a launch of its own."""
     fp8, bf16 = (0 if w is None else w.shape[0] // TILE_M for w in (group.fp8, group.bf16))
-    if target.name == "sm_90" and (pipe := pipe_of(group, rows)) is not None:
-        return Manner(pipe.n + pipe.more, pipe.stages, True, pipe=pipe)
+    if target.name == "sm_90":
+        pipe, cross = pipes_of(group, rows)
+        if cross is not None:
+            return Manner(cross.rows, cross.stages, True, pipe=pipe, cross=cross)
+        if pipe is not None:
+            return Manner(pipe.n + pipe.more, pipe.stages, True, pipe=pipe)
     if group.fp8 is not None and group.fp8.splits == piped.ranges_for(*group.fp8.shape):
         return None  # its few ranges of K want blocks copied ahead
     if rows <= FEW:
@@ -368,6 +377,19 @@ def products(
     side = (splits if how.side[0] else 1, ranges if how.side[1] else 1)
     out = torch.empty(rows * group.widths[0], dtype=dtype, device=x.device)
     exact = torch.empty(rows * group.widths[1], dtype=torch.float32, device=x.device)
+    if how.cross is not None:
+        assert group.fp8 is not None, "FP8 in the form of ``crossed``"
+        crossed.launch(
+            group.fp8.data, group.fp8.scale, *form, out, scratch.arrived, how.cross, splits, table=group.table,
+            exact=exact,
+        )  # fmt: skip
+        if group.bf16 is not None:
+            assert how.pipe is not None, "a form for either format"
+            piped.launch(
+                None, (group.bf16.data, x), out, scratch.arrived, how.pipe, splits=(1, ranges),
+                table=group.table[fp8:], exact=exact,
+            )  # fmt: skip
+        return members_of(group, rows, out, exact)
     if how.pipe is not None:
         scale = None if group.fp8 is None else group.fp8.scale
         narrow = None if group.fp8 is None or scale is None else (group.fp8.data, scale, *form)
