@@ -138,17 +138,24 @@ def test_folded_weights_are_exact() -> None:
     packed, words, base, exact = fp4.fold_blocks(*planes)
     assert exact
     word = packed.view(torch.int32).long() & 0xFFFFFFFF  # [m, kb, 2, 128, 8]
+    field = words.long()[:, :, None, :, None] >> (8 * (torch.arange(8) % 4)) & 0xFF
+    low, high = field * 0x01010100 + 0x0C080000, field * 0x01010101 + 0x1C181410
     parts = []
     for plane in range(2):
-        at = torch.tensor([8 * plane, 8 * (2 + plane)])
-        field = ((words.long()[:, :, None] >> at[:, None]) & 0xFF)[..., None]
-        low, high = field * 0x01010100 + 0x0C080000, field * 0x01010101 + 0x1C181410
         size = permuted(*torch.broadcast_tensors(low, high, (word & 0x77777777) >> (16 * plane)))
         sign = torch.stack([(word >> (8 * k + 4 * plane)) & 8 for k in range(4)], -1) << 4
         parts.append((size | sign).flatten(-2))
     wide = torch.stack(parts, 3).to(torch.uint8).view(torch.float8_e4m3fn).float()  # [m, kb, 2, 2, 128, 32]
     wide = wide.permute(0, 4, 1, 2, 3, 5).flatten(2) * base.repeat_interleave(128, 1)[:, None]
-    assert torch.equal(wide.flatten(0, 1), fp4.unpack_blocks(*planes))
+    assert torch.equal(wide.flatten(0, 1), fp4.arranged(fp4.unpack_blocks(*planes)))
+
+
+def test_rows_are_arranged_as_weights_are() -> None:
+    x = torch.randint(0, 256, (3, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    want = fp4.arranged(x)
+    assert int(want[1, 128 + 16 * 5 + 4 * 2 + 3]) == int(x[1, 128 + 32 * 2 + 4 * 5 + 3])
+    codes = x.view(torch.float8_e4m3fn)
+    assert torch.equal(fp4.arranged_rows(codes).view(torch.uint8), want)
 
 
 def test_far_scales_keep_the_slower_form(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
-from firesteel.ops.triton.fp4 import half_sum, scaled_sum
+from firesteel.ops.triton.fp4 import half_sum, places, scaled_sum
 from firesteel.ops.triton.launch import begin, kernel
 from firesteel.ops.triton.products import range_sum
 from firesteel.ops.triton.spec import Spec
@@ -151,10 +151,11 @@ def finish_up(
     OFFICIAL: tl.constexpr,
     ROUND: tl.constexpr,
     FNUZ: tl.constexpr,
+    ARRANGED: tl.constexpr = False,
 ):
     """SwiGLU of two [128, n] sums times the route weights ``share`` [n], stored as h for the second product.
 
-    Lines ``line`` [n], columns m * 128 ...; hs [n]: where the lines' scales go.
+    Lines ``line`` [n], columns m * 128 ...; hs [n]: where the lines' scales go. ARRANGED: for folded weights.
     """
     if OFFICIAL:
         gate, up = gate.to(tl.bfloat16).to(tl.float32), up.to(tl.bfloat16).to(tl.float32)
@@ -175,7 +176,8 @@ def finish_up(
                 code, step = code * 0.5, step * 2.0
             v = code
             tl.store(hs, step)
-    at = line.to(tl.int64)[None, :] * INNER + m * 128 + tl.arange(0, 128)[:, None]
+    column = places() if ARRANGED else tl.arange(0, 128)
+    at = line.to(tl.int64)[None, :] * INNER + m * 128 + column[:, None]
     tl.store(h + at, v.to(h.dtype.element_ty))
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from firesteel.ops.triton.launch import gdc_launch_dependents, gdc_wait, launched_early, pow2, processors
 from firesteel.ops.triton.piped_parts import barrier, sum_layout, zeros
 from firesteel.ops.triton.spec import Spec
-from firesteel.ops.triton.streamed import rounded, unfold_half
+from firesteel.ops.triton.streamed import fields_of, rounded, unfold_half
 
 LINES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -139,10 +139,10 @@ def feed(
 @gluon.jit
 def operand(packed, words, slot, WHICH: gl.constexpr, J: gl.constexpr, SHARE: gl.constexpr, N: gl.constexpr):
     """e4m3 [64, 128]: a warp group's outputs of block J of the first or second line in a slot."""
-    word = words.index(slot * 2 + WHICH).slice(J * 128 + SHARE * 64, 64).load(gl.SliceLayout(1, LINES))
+    field = fields_of(words.index(slot * 2 + WHICH), J * 128 + SHARE * 64, 64, LINES)
     block = packed.index(slot * 4 + 2 * WHICH + J)
     a, b = block.slice(SHARE * 64, 64, 0).load(LINES), block.slice(SHARE * 64 + 128, 64, 0).load(LINES)
-    a, b = unfold_half(a, word, 0, 64), unfold_half(b, word, 1, 64)
+    a, b = unfold_half(a, field, 64), unfold_half(b, field, 64)
     c = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, 128]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(c, gl.DotOperandLayout(0, sum_layout(N), 4), assert_trivial=True)
 
@@ -225,10 +225,12 @@ def finish_up(
     if SHARE == 0:
         line = first + gl.arange(0, N, layout=gl.SliceLayout(0, sum_layout(N)))
         gl.store(hs + line, (exponent << 23).to(gl.float32, bitcast=True))
-    WIDE: gl.constexpr = gl.BlockedLayout([16, 1], [4, 8], [1, 4], [0, 1])
+    WIDE: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     line = (first + gl.arange(0, N, layout=gl.SliceLayout(0, WIDE))).to(gl.int64)
-    column = m * 128 + SHARE * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    at = gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    column = m * 128 + SHARE * 8 + at // 8 * 16 + at % 8
     to = h + gl.expand_dims(line, 0) * INNER + gl.expand_dims(column, 1)
+    code = gl.reshape(gl.permute(gl.reshape(code, [2, 8, 4, N]), (1, 0, 2, 3)), [64, N])  # ``fp4.arranged``
     gl.store(to, gl.convert_layout(code, WIDE))
 
 
@@ -414,7 +416,7 @@ def up(
     limit: float,
     how: Feed,
 ) -> None:
-    """Fill h and hs; see ``fed_up_kernel``."""
+    """Fill h and hs; see ``fed_up_kernel``. x: ``fp4.arranged``."""
     slots, (lines, inner), programs = owner.shape[0], h.shape, processors(x.device)
     fed_up_kernel[(programs,)](
         blocks_of(data), words, base, x, xs, order, owner, weights, h, hs, slots, programs, limit,

@@ -13,9 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from firesteel.ops.triton import fed, streamed
+from firesteel.ops.triton import fed, fp4, streamed
 from firesteel.ops.triton.experts import finish_up
-from firesteel.ops.triton.fp4 import unfold
+from firesteel.ops.triton.fp4 import inputs, unfold
 from firesteel.ops.triton.launch import begin, kernel, usable
 from firesteel.ops.triton.linear import Scratch
 from firesteel.ops.triton.spec import Spec
@@ -26,8 +26,10 @@ def block_of(w, ws, line_at, half, i, K: tl.constexpr, M: tl.constexpr, ASM: tl.
     """e4m3 [M, 128] of block i of block line line_at, from its line half * M on."""
     rm = tl.arange(0, M)
     at = (line_at * (K // 128) + i) * 8192 + half * (M * 32) + rm[:, None] * 32 + tl.arange(0, 32)[None, :]
-    word = tl.load(ws + (line_at * (K // 128) + i) * 128 + half * M + rm)
-    return unfold(tl.load(w + at), tl.load(w + at + 4096), word, ASM)
+    scale = ws.to(tl.pointer_type(tl.uint8)) + ((line_at * (K // 128) + i) * 128 + half * M) * 4
+    group = tl.arange(0, 8) % 4  # twice, so that a thread of eight warps, too, reads four bytes
+    scales = tl.load(scale + rm[:, None] * 4 + group[None, :])
+    return unfold(tl.load(w + at), tl.load(w + at + 4096), scales, ASM)
 
 
 @kernel()
@@ -47,6 +49,7 @@ def one_sum(
     M: tl.constexpr,
     N: tl.constexpr,
     KIND: tl.constexpr,
+    ARRANGED: tl.constexpr,
     AHEAD: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -57,7 +60,8 @@ def one_sum(
     feeds a dot gets pipelined.
     """
     blocks: tl.constexpr = K // 128
-    xp, bp = x + row[None, :] * K + tl.arange(0, 128)[:, None], wb + line_at * blocks
+    lane = tl.arange(0, 128) if ARRANGED else inputs()
+    xp, bp = x + row[None, :] * K + lane[:, None], wb + line_at * blocks
     tp = xs + first + tl.arange(0, N)
     some = tl.broadcast_to(live[None, :], (128, N))
     acc = tl.zeros((M, N), tl.float32)
@@ -103,7 +107,7 @@ def pair_sum(
 ):
     """Two block lines times the same rows: float32 [128, N] twice, with the bits of ``one_sum``."""
     blocks: tl.constexpr = K // 128
-    xp, tp = x + row[None, :] * K + tl.arange(0, 128)[:, None], xs + first + tl.arange(0, N)
+    xp, tp = x + row[None, :] * K + inputs()[:, None], xs + first + tl.arange(0, N)
     some = tl.broadcast_to(live[None, :], (128, N))
     acc = tl.zeros((128, N), tl.float32)
     other = tl.zeros((128, N), tl.float32)
@@ -180,7 +184,8 @@ def folded_up_kernel(
             ASM,
         )  # fmt: skip
         share = tl.load(weights + tl.maximum(tl.load(order + line), 0))  # again: registers are short
-        finish_up(gate, up, share, limit, h, hs + m * lines + line, line, m, INNER, "fp8", True, True, False)
+        at = hs + m * lines + line
+        finish_up(gate, up, share, limit, h, at, line, m, INNER, "fp8", True, True, False, True)
     else:
         piece = tl.program_id(2)
         size: tl.constexpr = 256 // PIECES
@@ -189,7 +194,7 @@ def folded_up_kernel(
         at = which * INNER + m * 128 + half * size
         acc = one_sum(
             w, ws, wb, x, xs, row, index >= 0, first, lines, gate_at + which * (INNER // 128), half, K, size,
-            TILE_N, "fp8", AHEAD, ASM,
+            TILE_N, "fp8", False, AHEAD, ASM,
         )  # fmt: skip
         keep_part(part, acc, order, first, at, INNER, size, TILE_N)
         tl.debug_barrier()  # all stores of this program stand before its arrival
@@ -202,7 +207,20 @@ def folded_up_kernel(
             up = tl.load(base + INNER, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
             share = tl.load(weights + tl.maximum(index, 0))
             finish_up(
-                gate, up, share, limit, h, hs + m * lines + line, line, m, INNER, "fp8", True, True, False
+                gate,
+                up,
+                share,
+                limit,
+                h,
+                hs + m * lines + line,
+                line,
+                m,
+                INNER,
+                "fp8",
+                True,
+                True,
+                False,
+                True,
             )
             tl.store(counter, 0)
 
@@ -252,7 +270,7 @@ def folded_down_kernel(
     live = tl.load(order + line) >= 0
     acc = one_sum(
         w, ws, wb, h, hs, line.to(tl.int64), live, first, lines, line_at, piece % (128 // M), K, M, TILE_N, KIND,
-        AHEAD, ASM,
+        True, AHEAD, ASM,
     )  # fmt: skip
     keep_out(out, acc, order, first, piece * M, D, M, TILE_N)
 
@@ -309,7 +327,7 @@ def streamed_shape(tile_n: int, slots: int) -> Shape:
     if tile_n == 64:
         return Shape(*(Part(1, 4, 4, feed=fed.Feed(4)),) * 2)
     if tile_n == 32:
-        return Shape(Part(1, 4, 4, unroll=2, registers=255), Part(1, 8, 4, unroll=2, registers=128))
+        return Shape(*(Part(1, 4, 4, unroll=2, registers=255),) * 2)
     if slots <= ALONE:
         return Shape(Part(1, 8, 8, unroll=2, registers=255), Part(2, 4, 8))
     if slots <= FEW:
@@ -368,6 +386,8 @@ def up(
     inner, lines, slots = w.m // 2, order.shape[0], owner.shape[0]
     h = torch.empty(lines, inner, dtype=x.dtype, device=x.device)
     hs = torch.empty(inner // 128, lines, dtype=torch.float32, device=x.device)
+    if part.feed or (part.unroll and lines // slots > streamed.FEW):
+        x = fp4.arranged_rows(x)
     if part.feed:
         fed.up(w.data, w.words, w.base, x, xs, weights, order, owner, h, hs, top, limit, part.feed)
         return h, hs
@@ -461,6 +481,14 @@ def _streamed(tile_n: int, slots: int, name: str) -> list[Spec]:
 
 
 KERNELS: list[Spec] = [
+    Spec(
+        name="experts-arranged",
+        fn=fp4.arrange_kernel,
+        signature={"x": "*i32", "out": "*i32"},
+        constexprs={"K": 4096, "SPAN": 1024},
+        options={"num_warps": 4},
+        targets=("sm_90",),
+    ),
     *_specs(16, 6, "16-few"), *_specs(16, 256, "16"), *_specs(32, 256, "32"), *_specs(64, 256, "64"),
     *_streamed(16, 6, "16-few"), *_streamed(16, 256, "16"), *_streamed(16, 350, "16-many"),
     *_streamed(32, 300, "32"), *_streamed(64, 300, "64"),

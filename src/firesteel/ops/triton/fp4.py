@@ -8,10 +8,11 @@ its low nibble and element 32 + j in its high one, so that each nibble plane is 
 scale group and one matrix step.
 "pairs": uint8 [M/128, K/128, 128, 64] as in the checkpoint, for targets whose matrix
 instruction takes E2M1 and its scales.
-"folded": as "planes", but with the bits of every four bytes in the order that a byte permutation
-takes (see ``fold_words``). A group's scale relative to its block's goes into the e4m3 code, which
-has room for it, so that a block is an e4m3 block with one scale: float32 [M/128, K/128].
-The scale words then hold, per group, 8 * the exponent field that 0.5 gets.
+"folded": as "planes", but with the inputs of a block in the order of ``arranged`` and the bits of every
+four bytes in the order that a byte permutation takes (see ``fold_words``). A group's scale relative to its
+block's goes into the e4m3 code, which has room for it, so that a block is an e4m3 block with one scale:
+float32 [M/128, K/128]. The scale words then hold, per group, 8 * the exponent field that 0.5 gets.
+Of the four threads that hold a line of a matrix instruction's operand each has one group: one table of codes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from firesteel.checkpoint.codecs import e8m0_to_float, fp4_table, fp4_unpack
-from firesteel.ops.triton.launch import cdiv, dense, kernel
+from firesteel.ops.triton.launch import begin, cdiv, dense, kernel, pow2
 
 BLOCK = 128  # outputs and inputs of a block
 HIGHEST = 192  # largest scale byte that ``unpack16`` can keep in bfloat16's range
@@ -72,7 +73,7 @@ FOLDED = tl.constexpr("""{
 and.b32 m, $2, 0x77777777;
 shr.b32 n, m, 16;
 prmt.b32 a, $3, $7, m;
-prmt.b32 b, $11, $15, n;
+prmt.b32 b, $3, $7, n;
 shl.b32 m, $2, 4;
 lop3.b32 $0, m, 0x80808080, a, 0xEA;
 lop3.b32 $1, $2, 0x80808080, b, 0xEA;
@@ -80,51 +81,59 @@ lop3.b32 $1, $2, 0x80808080, b, 0xEA;
 
 
 @kernel()
-def codes_of(word, GROUP: tl.constexpr):
-    """e4m3 codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 in the group's scale, four bytes each: int32 [M, 1] twice."""
-    field = (word >> (8 * GROUP)) & 0xFF
-    return (field * 0x01010100 + 0x0C080000)[:, None], (field * 0x01010101 + 0x1C181410)[:, None]
+def inputs():
+    """Which inputs of a block ``arranged`` puts at 0, 1, ...: int32 [128]."""
+    at = tl.arange(0, 128)
+    return 32 * (at // 4 % 4) + 4 * (at // 16) + at % 4
 
 
 @kernel()
-def unfold_plane(packed, word, GROUP: tl.constexpr):
-    """One plane of ``unfold``, for targets without a byte permutation: e4m3 codes uint8 [M, 32]."""
+def places():
+    """Where ``arranged`` puts the inputs 0, 1, ... of a block: int32 [128]."""
+    at = tl.arange(0, 128)
+    return 16 * (at // 4 % 8) + 4 * (at // 32) + at % 4
+
+
+@kernel()
+def unfold_plane(packed, field, PLANE: tl.constexpr):
+    """One plane of ``unfold_half``, for targets without a byte permutation: e4m3 codes uint8 [M, 32]."""
     j = tl.arange(0, 32)
-    at = (j // 4) * 4 + (j % 4) // 2 + 2 * (GROUP % 2)
+    at = (j // 4) * 4 + (j % 4) // 2 + 2 * PLANE
     byte = tl.gather(packed, tl.broadcast_to(at[None, :], packed.shape), 1)
     size = (byte >> ((j % 2) * 4).to(tl.uint8)[None, :]) & 7
-    field = ((word >> (8 * GROUP)) & 0xFF).to(tl.uint8)[:, None]
+    field = field.to(tl.uint8)
     code = tl.where(size == 0, 0, tl.where(size == 1, field, (size << 2) + field)).to(tl.uint8)
-    return code | ((packed if GROUP % 2 else packed << 4) & 0x80)
+    return code | ((packed if PLANE else packed << 4) & 0x80)
 
 
 @kernel()
-def unfold_half(packed, word, HALF: tl.constexpr, ASM: tl.constexpr):
-    """e4m3 [M, 64] of one half of a folded block, packed uint8 [M, 32]."""
+def unfold_half(packed, field, ASM: tl.constexpr):
+    """e4m3 [M, 64] of one half of a folded block, packed uint8 [M, 32]; field int32 [M, 32]: of its bytes' groups."""
     if ASM:
-        low, high = codes_of(word, 2 * HALF)
-        low2, high2 = codes_of(word, 2 * HALF + 1)
         a, b = tl.inline_asm_elementwise(
             FOLDED,
-            "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-            [packed, low, high, low2, high2],
+            "=r,=r,r,r,r,r,r,r,r,r,r",
+            [packed, field * 0x01010100 + 0x0C080000, field * 0x01010101 + 0x1C181410],
             dtype=(tl.uint8, tl.uint8),
             is_pure=True,
             pack=4,
         )
     else:
-        a, b = unfold_plane(packed, word, 2 * HALF), unfold_plane(packed, word, 2 * HALF + 1)
+        a, b = unfold_plane(packed, field, 0), unfold_plane(packed, field, 1)
     return tl.join(a, b).permute(0, 2, 1).reshape(packed.shape[0], 64).to(tl.float8e4nv, bitcast=True)
 
 
 @kernel()
-def unfold(first, second, word, ASM: tl.constexpr):
-    """e4m3 [M, 128] of the two halves of folded block lines, uint8 [M, 32], and their scale words int32 [M].
+def unfold(first, second, scales, ASM: tl.constexpr):
+    """e4m3 [M, 128] of the two halves of folded block lines, uint8 [M, 32], and scale bytes, uint8 [M, 8]: of the
+    four groups, twice.
 
     Value * 2^-(log2 of the block's scale). The layouts of the joined parts are those of the matrix
     instruction's operand, so nothing moves between threads.
     """
-    a, b = unfold_half(first, word, 0, ASM), unfold_half(second, word, 1, ASM)
+    lines: tl.constexpr = first.shape[0]
+    field = tl.broadcast_to(scales.to(tl.int32).reshape(lines, 2, 4, 1), (lines, 2, 4, 4)).reshape(lines, 32)
+    a, b = unfold_half(first, field, ASM), unfold_half(second, field, ASM)
     return tl.join(a, b).permute(0, 2, 1).reshape(first.shape[0], 128)
 
 
@@ -244,10 +253,33 @@ def pack_blocks(data: Tensor, scale: Tensor, *, pairs: bool, unsigned_zero: bool
     return dense(packed), dense(words.transpose(1, 2))
 
 
-def fold_words(codes: Tensor) -> Tensor:
-    """FP4 codes uint8 [..., 2, 32] of two groups as folded bytes uint8 [..., 32].
+def arranged(x: Tensor) -> Tensor:
+    """x [..., K] in the order of folded weights: input 32 q + 4 j + i of a block of 128 at 16 j + 4 q + i."""
+    return dense(x.unflatten(-1, (-1, 4, 8, 4)).transpose(-3, -2).flatten(-4))
 
-    Four elements k of both groups share 32 bits: sizes of the first at bits 4k, of the second at 16 + 4k,
+
+@kernel()
+def arrange_kernel(x, out, K: tl.constexpr, SPAN: tl.constexpr):
+    """``arranged`` of int32 x [*, K / 4], four codes each: out alike. A program per row; SPAN at least K / 4."""
+    begin()
+    row = tl.program_id(0).to(tl.int64) * (K // 4)
+    at = tl.arange(0, SPAN)
+    live = at < K // 4
+    value = tl.load(x + row + at // 32 * 32 + at % 4 * 8 + at // 4 % 8, mask=live, other=0)
+    tl.store(out + row + at, value, mask=live)
+
+
+def arranged_rows(x: Tensor) -> Tensor:
+    """``arranged`` of e4m3 rows [R, K]."""
+    out, (rows, k) = torch.empty_like(x), x.shape
+    arrange_kernel[(rows,)](x.view(torch.int32), out.view(torch.int32), K=k, SPAN=pow2(k // 4), num_warps=4)
+    return out
+
+
+def fold_words(codes: Tensor) -> Tensor:
+    """FP4 codes uint8 [..., 2, 32] of two planes as folded bytes uint8 [..., 32].
+
+    Four elements k of both planes share 32 bits: sizes of the first at bits 4k, of the second at 16 + 4k,
     signs at 8k + 3 and 8k + 7.
     """
     wide = codes.to(torch.int32).unflatten(-1, (8, 4))
@@ -272,7 +304,8 @@ def fold_blocks(packed: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     field = torch.where(used, byte - base[..., None, None] + 6, 6)
     exact = ((field >= 1) & (field <= TOP_FIELD)).all()
     folded = (8 * field).to(torch.uint8).view(torch.int32).squeeze(-1)
-    return fold_words(codes), folded, e8m0_to_float(base.to(torch.uint8)), exact
+    wide = arranged(codes.transpose(2, 3).flatten(3)).unflatten(-1, (2, 2, 32))  # [m, kb, 128, 2, 2, 32]
+    return fold_words(wide.transpose(2, 3)), folded, e8m0_to_float(base.to(torch.uint8)), exact
 
 
 def unpack_blocks(packed: Tensor, words: Tensor) -> Tensor:

@@ -232,11 +232,13 @@ class MatrixOps(ReferenceOps):
         padded[:rows, : w.k] = x
         how = moe.arithmetic("fp8" if quantise else "f32", self.target)
         scale, blocks = padded, w.blocks
+        wide = isinstance(blocks, folded.Weights)
         if quantise:
             padded, scale = linear.quantise(padded, w.blocks.k, self.target.fp8)
-            scale = dense(scale.t()) if isinstance(blocks, folded.Weights) else scale
+            scale = dense(scale.t()) if wide else scale
         elif isinstance(blocks, Grouped) and blocks.format == "pairs":
             raise FormatError(f"no float32 product with an FP4 weight [{w.n}, {w.k}] on {self.target.name}")
+        padded = fp4.arranged(padded) if wide else padded
         return moe.down(blocks, how, padded, scale, moe.Tiles(order, owner), out, self.scratch)
 
     def output(self, o: Tensor, wo_a: Sequence[Linear], wo_b: Linear) -> Tensor:

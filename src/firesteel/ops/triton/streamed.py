@@ -24,6 +24,7 @@ from firesteel.ops.triton.spec import Spec
 
 How = tuple[int, int, int, int]  # warps, stages, blocks unrolled, registers per thread
 M = gl.constexpr(128)  # outputs of a block line
+FEW = 16  # lines of a tile up to which rows are put into the order of the weights as they are copied
 
 
 # ---- layouts ----------------------------------------------------------------------------
@@ -43,26 +44,40 @@ def sum_layout(warps, n):
 
 
 @gluon.constexpr_function
-def row_layout(warps):
-    """Of pointers to a block of rows [n, 128], 16 bytes each."""
-    return gl.BlockedLayout([1, 16], [4, 8], [warps, 1], [1, 0])
+def row_layout(warps, n):
+    """Of pointers to a block of rows [n, 128], 16 bytes each or what is left for one thread."""
+    wide = min(16, n * 4 // warps)
+    return gl.BlockedLayout([1, wide], [wide // 4, 128 // wide], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def group_layout(packed):
+    """Of scales [lines, 4], for lines packed in the layout ``packed``: those of the groups that a thread has."""
+    bases = [packed.reg_bases, packed.lane_bases, packed.warp_bases]
+    wide = [[[line, at // 16, at // 4 % 4, at % 4] for line, at in some] for some in bases]
+    whole = gl.DistributedLinearLayout(*wide, [], [packed.shape[0], 2, 4, 4])
+    return gl.SliceLayout(1, gl.SliceLayout(3, whole))
 
 
 # ---- unpacking --------------------------------------------------------------------------
 @gluon.jit
-def unfold_half(packed, word, HALF: gl.constexpr, LINES: gl.constexpr):
+def fields_of(words, AT: gl.constexpr, LINES: gl.constexpr, PACKED: gl.constexpr):
+    """int32 [LINES, 32]: exponent fields of packed bytes, of the scale words of lines AT ... in shared memory."""
+    FOURS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    field = words._reinterpret(gl.uint8, [words.shape[0], 4], FOURS).slice(AT, LINES, 0)
+    field = field.load(group_layout(PACKED)).to(gl.int32)
+    field = gl.expand_dims(gl.expand_dims(field, 1), 3)
+    field, _ = gl.broadcast(field, gl.full([LINES, 2, 4, 4], 0, gl.int32, field.type.layout))
+    return gl.convert_layout(gl.reshape(field, [LINES, 32]), PACKED, assert_trivial=True)
+
+
+@gluon.jit
+def unfold_half(packed, field, LINES: gl.constexpr):
     """``fp4.unfold_half`` with given layouts: codes uint8 [LINES, 64]."""
-    one, two = (word >> (16 * HALF)) & 0xFF, (word >> (16 * HALF + 8)) & 0xFF
     a, b = gl.inline_asm_elementwise(
         FOLDED,
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [
-            packed,
-            gl.expand_dims(one * 0x01010100 + 0x0C080000, 1),
-            gl.expand_dims(one * 0x01010101 + 0x1C181410, 1),
-            gl.expand_dims(two * 0x01010100 + 0x0C080000, 1),
-            gl.expand_dims(two * 0x01010101 + 0x1C181410, 1),
-        ],
+        "=r,=r,r,r,r,r,r,r,r,r,r",
+        [packed, field * 0x01010100 + 0x0C080000, field * 0x01010101 + 0x1C181410],
         dtype=(gl.uint8, gl.uint8),
         is_pure=True,
         pack=4,
@@ -74,9 +89,9 @@ def unfold_half(packed, word, HALF: gl.constexpr, LINES: gl.constexpr):
 def operand(first, second, words, slot, WARPS: gl.constexpr, N: gl.constexpr):
     """e4m3 [128, 128] of the packed block in a slot of shared memory."""
     LINES: gl.constexpr = packed_layout(WARPS)
-    word = words.index(slot).load(gl.SliceLayout(1, LINES))
-    a = unfold_half(first.index(slot).load(LINES), word, 0, M)
-    b = unfold_half(second.index(slot).load(LINES), word, 1, M)
+    field = fields_of(words.index(slot), 0, M, LINES)
+    a = unfold_half(first.index(slot).load(LINES), field, M)
+    b = unfold_half(second.index(slot).load(LINES), field, M)
     c = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [128, 128]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(c, gl.DotOperandLayout(0, sum_layout(WARPS, N), 4), assert_trivial=True)
 
@@ -106,7 +121,8 @@ def product(a, x, slot, sums):
 @gluon.jit
 def pair_sum(
     w, ws, wb, x, tp, row, live, step, one_at, two_at,
-    K: gl.constexpr, N: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    K: gl.constexpr, N: gl.constexpr, ARRANGED: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):  # fmt: skip
     """``folded.pair_sum``: block lines one_at and two_at times rows ``row`` [N], float32 [128, N] twice.
 
@@ -125,7 +141,10 @@ def pair_sum(
     ew = gl.allocate_shared_memory(gl.int32, [STAGES, M], FLAT)
     rows = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, N, 128], gl.NVMMASharedLayout(128, 8, 2))
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, N], FLAT)
-    lane = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, row_layout(WARPS))), 0)
+    lane = gl.arange(0, 128, layout=gl.SliceLayout(0, row_layout(WARPS, N)))
+    if not ARRANGED:  # copied four bytes at a time
+        lane = 32 * (lane // 4 % 4) + 4 * (lane // 16) + lane % 4
+    lane = gl.expand_dims(lane, 0)
     xp = x + gl.expand_dims(row, 1) * K + lane
     one_at, two_at = one_at * BLOCKS, two_at * BLOCKS
     for i in gl.static_range(STAGES - 1):
@@ -218,14 +237,15 @@ def finish_up(
     line = (first + gl.arange(0, N, layout=gl.SliceLayout(0, WIDE))).to(gl.int64)
     column = m * 128 + gl.arange(0, M, layout=gl.SliceLayout(1, WIDE))
     to = h + gl.expand_dims(line, 0) * INNER + gl.expand_dims(column, 1)
+    code = gl.reshape(gl.permute(gl.reshape(code, [4, 8, 4, N]), (1, 0, 2, 3)), [M, N])  # ``fp4.arranged``
     gl.store(to, gl.convert_layout(code, WIDE))
 
 
 @gluon.jit(do_not_specialize=["slots", "limit"])
 def streamed_up_kernel(
     w, ws, wb, x, xs, order, owner, weights, h, hs, slots, limit,
-    K: gl.constexpr, INNER: gl.constexpr, TOP: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    K: gl.constexpr, INNER: gl.constexpr, TOP: gl.constexpr, TILE_N: gl.constexpr, ARRANGED: gl.constexpr,
+    WARPS: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
 ):  # fmt: skip
     """``folded_up_kernel`` with PIECES 1; xs float32 [rows, K / 128] as the rows are, not as the lines."""
     gdc_launch_dependents()
@@ -234,7 +254,9 @@ def streamed_up_kernel(
     expert = gl.load(owner + tile)
     if expert >= 0:
         first = tile * TILE_N
-        at = gl.load(order + first + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, row_layout(WARPS))))
+        at = gl.load(
+            order + first + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, row_layout(WARPS, TILE_N)))
+        )
         row = (gl.maximum(at, 0) // TOP).to(gl.int64)
         SCALES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         index = gl.load(order + first + gl.arange(0, TILE_N, layout=SCALES))
@@ -253,6 +275,7 @@ def streamed_up_kernel(
             gate_at + INNER // 128,
             K,
             TILE_N,
+            ARRANGED,
             WARPS,
             STAGES,
             UNROLL,
@@ -287,7 +310,7 @@ def streamed_down_kernel(
     expert = gl.load(owner + tile)
     if expert >= 0:
         first = tile * TILE_N
-        line = first + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, row_layout(WARPS)))
+        line = first + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, row_layout(WARPS, TILE_N)))
         live = gl.load(order + line) >= 0
         SCALES: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
         tp = hs + first + gl.arange(0, TILE_N, layout=SCALES)
@@ -305,6 +328,7 @@ def streamed_down_kernel(
             at + 1,
             K,
             TILE_N,
+            True,
             WARPS,
             STAGES,
             UNROLL,
@@ -329,12 +353,12 @@ def up(
     limit: float,
     how: How,
 ) -> None:
-    """Fill h and hs; see ``streamed_up_kernel``."""
+    """Fill h and hs; see ``streamed_up_kernel``. x: ``fp4.arranged`` for tiles of more than 16 lines."""
     slots, (lines, inner) = owner.shape[0], h.shape
     warps, stages, unroll, registers = how
     streamed_up_kernel[(slots, inner // 128)](
         data, words, base, x, xs, order, owner, weights, h, hs, slots, limit, K=x.shape[1], INNER=inner, TOP=top,
-        TILE_N=lines // slots, WARPS=warps, STAGES=stages, UNROLL=unroll,
+        TILE_N=lines // slots, ARRANGED=lines // slots > FEW, WARPS=warps, STAGES=stages, UNROLL=unroll,
         num_warps=warps, maxnreg=registers, launch_pdl=launched_early(),
     )  # fmt: skip
 
@@ -388,7 +412,15 @@ def specs(tile_n: int, size: str, up_how: How | None, down_how: How | None) -> l
 
     made = []
     if up_how:
-        made.append(spec("up", streamed_up_kernel, UP, {"K": 4096, "INNER": 2048, "TOP": 6}, up_how))
+        made.append(
+            spec(
+                "up",
+                streamed_up_kernel,
+                UP,
+                {"K": 4096, "INNER": 2048, "TOP": 6, "ARRANGED": tile_n > FEW},
+                up_how,
+            )
+        )
     if down_how:
         made.append(spec("down", streamed_down_kernel, DOWN, {"D": 4096, "WIDE": 4096, "K": 2048}, down_how))
     return made
