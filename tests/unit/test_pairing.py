@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from firesteel.bench.pairing import Ratio, judge, overall, paired, percentiles, t_quantile
+from firesteel.bench.rounds import order_of
 from firesteel.config import ParameterError
 
 pytestmark = pytest.mark.unit
@@ -67,3 +68,13 @@ def test_overall_and_percentiles() -> None:
     assert both.lower == pytest.approx(1.1 * math.exp(-t_quantile(0.95, 6) * 0.025))
     assert percentiles([])["p50"] is None
     assert percentiles([1.0, 2.0, 3.0])["p50"] == 2.0
+
+
+@pytest.mark.parametrize("arms", [1, 2, 3, 4, 5, 6, 7])
+def test_every_arm_runs_at_every_place_and_behind_every_other_equally_often(arms: int) -> None:
+    rounds = arms if arms % 2 == 0 else 2 * arms
+    lines = [order_of(arms, turn) for turn in range(rounds)]
+    places = [(at, arm) for line in lines for at, arm in enumerate(line)]
+    behind = [pair for line in lines for pair in zip(line, line[1:], strict=False)]
+    assert {places.count((at, arm)) for at in range(arms) for arm in range(arms)} == {rounds // arms}
+    assert len({behind.count((a, b)) for a in range(arms) for b in range(arms) if a != b}) <= 1

@@ -174,9 +174,8 @@ class Sweep:
         known |= set(new)
 
     def _order(self, turn: int) -> list[Arm]:
-        """Every arm stands at every place of a round once: no arm always runs behind a heavy one."""
-        shift = turn % len(self.arms)
-        return [*self.arms[shift:], *self.arms[:shift]]
+        """The arms in the order of this round."""
+        return [self.arms[i] for i in order_of(len(self.arms), turn)]
 
     def _warm_up(self, concurrency: int, tick: Callable[[str], None]) -> Tally | None:
         """All arms in turn, unmeasured; acceptance by position is counted here, on the widest fixed arm."""
@@ -216,6 +215,16 @@ class Sweep:
             now = time.monotonic()
             out.append(self.point(c, tick, now + share * (end - now)))
         return out
+
+
+def order_of(arms: int, turn: int) -> list[int]:
+    """Order of a round: every arm stands at every place, and right behind every other one, equally often.
+
+    A heavy arm leaves a warm machine behind. Williams' Latin squares: as many rounds as there are arms, twice as
+    many for an odd number of arms, which needs each line and its reverse.
+    """
+    line = [(((i + 1) // 2 if i % 2 else arms - i // 2) + turn) % arms for i in range(arms)]
+    return line[::-1] if arms % 2 and turn // arms % 2 else line
 
 
 def _of_tally(tally: Tally) -> dict[str, Any]:
