@@ -103,7 +103,7 @@ def test_a_rest_goes_on_only_for_the_same_requests() -> None:
     for prompt, params in jobs(2, 16):
         bed.engine.add(prompt, params, params.seed or 0)
     one, two = bed.engine.scheduler.waiting
-    rest = Rest(Drafting(frozenset(), 0, "drafting does not pay", rest=2), NO_DRAFTS, [one])
+    rest = Rest(Drafting(frozenset(), 0, "drafting does not pay", rest=2), NO_DRAFTS, [one], 1.0)
     assert rest.goes_on(Draftboard(8, decodes=[one]))
     assert not rest.goes_on(Draftboard(8, decodes=[two]))
     assert not rest.goes_on(Draftboard(8, decodes=[one, two]))

@@ -334,7 +334,9 @@ def test_context_rows_that_wait_change_nothing(
         results.append((seen, texts, longest[0]))
     (waited, texts, most_passes), (eager, same, one) = results
     assert most_passes > 3 and one == 1, "rows waited, and those of the yardstick did not"
-    assert most_passes <= 2 * waits.most, "rows that had left their window, or whose request had ended, waited on"
+    assert most_passes <= 2 * waits.most, (
+        "rows that had left their window, or whose request had ended, waited on"
+    )
     assert texts == same and len(waited) == len(eager) > 0
     for a, b in zip(waited, eager, strict=True):
         assert torch.equal(a.logits, b.logits) and a.tokens == b.tokens and a.cursor == b.cursor

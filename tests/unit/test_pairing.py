@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -75,6 +76,6 @@ def test_every_arm_runs_at_every_place_and_behind_every_other_equally_often(arms
     rounds = arms if arms % 2 == 0 else 2 * arms
     lines = [order_of(arms, turn) for turn in range(rounds)]
     places = [(at, arm) for line in lines for at, arm in enumerate(line)]
-    behind = [pair for line in lines for pair in zip(line, line[1:], strict=False)]
+    behind = [pair for line in lines for pair in itertools.pairwise(line)]
     assert {places.count((at, arm)) for at in range(arms) for arm in range(arms)} == {rounds // arms}
     assert len({behind.count((a, b)) for a in range(arms) for b in range(arms) if a != b}) <= 1

@@ -54,6 +54,7 @@ class Rest:
     drafting: Drafting
     budget: Budget
     decodes: list[Sequence]
+    predicted_ms: float
     steps: int = 0  # planned so far
 
     def goes_on(self, board: Draftboard) -> bool:

@@ -8,7 +8,6 @@ written together, which costs a fraction of row by row.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from firesteel.models.deepseek_v4.model import LayerMemory
 from firesteel.ops.types import PassContext
 
 MOST_BYTES = 256 << 20  # streams that may wait: windows of a hundred requests of a small model
+APART = 64  # passes between two looks for what has left its window
 LATE = 3  # steps by which a snapshot may come late, at most
 
 
@@ -32,7 +32,7 @@ class Owed:
         self._owners: list[Sequence[int]] = []  # slots that have rows in each pass
         self._begun = 0  # number of the first pass that waits
         self._since = [0] * slots  # number of a slot's first pass that counts
-        self._own = [deque[int]() for _ in range(slots)]  # numbers of its passes from there on
+        self._full_at = APART  # passes from which on those that have left their windows are looked for
         block = drafter.dspark.block_size
         # a pass has at least one row that stays; what a window held so many passes ago has left it
         self.most = drafter.config.sliding_window + LATE * (1 + block)
@@ -40,19 +40,22 @@ class Owed:
 
     def add(self, streams: list[Tensor], ctx: PassContext, owners: Sequence[int]) -> None:
         """A pass of ``owners`` has run; ``streams`` [R, hc, D] of its tapped layers."""
-        number = self._begun + len(self.passes)
         self.passes.append((streams, ctx))
         self._owners.append(owners)
         self.nbytes += sum(h.nbytes for h in streams)
-        gone = False
-        for slot in owners:
-            own = self._own[slot]
-            own.append(number)
-            if len(own) > self.most:
-                own.popleft()
-                self._since[slot], gone = own[0], True
-        if gone:
-            self._let_go()
+        if len(self.passes) >= self._full_at:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Of each slot only the newest passes count that its window may hold."""
+        counts = [0] * len(self._since)
+        for i in reversed(range(len(self.passes))):
+            for slot in self._owners[i]:
+                counts[slot] += 1
+                if counts[slot] == self.most:
+                    self._since[slot] = max(self._since[slot], self._begun + i)
+        self._let_go()
+        self._full_at = len(self.passes) + APART
 
     @property
     def full(self) -> bool:
@@ -68,7 +71,6 @@ class Owed:
         for slot in slots:
             first[slot] = max(self._since[slot] - self._begun, 0)
             self._since[slot] = self._begun + count
-            self._own[slot].clear()
         at = min(first)
         if at < count:
             wanted = torch.tensor([f - at for f in first]) if any(f > at for f in first) else None
@@ -82,12 +84,9 @@ class Owed:
 
     def forgive(self, slots: Iterable[int]) -> None:
         """What earlier passes owe to these slots belongs to requests that left them."""
-        owing = [slot for slot in slots if self._own[slot]]
-        for slot in owing:
+        for slot in slots:
             self._since[slot] = self._begun + len(self.passes)
-            self._own[slot].clear()
-        if owing:
-            self._let_go()
+        self._let_go()
 
     def _let_go(self) -> None:
         """Of the oldest passes, as far as nobody waits for them."""

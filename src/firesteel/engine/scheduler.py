@@ -123,7 +123,8 @@ class Scheduler:
             firsts = [candidate(s) for s in board.firsts]
             draft = self.policy.drafting([*firsts, *have, *late] if firsts or late else have, load)
             if draft.rest and not (board.chunks or board.budget.drafts or late):
-                self._rest = Rest(draft, board.budget, list(board.decodes))
+                ms = self.policy.predict(rows, load.context, draft)
+                self._rest = Rest(draft, board.budget, list(board.decodes), ms)
         decodes = [Decode(s.request_id, s.slot) for s in board.decodes]
         drafting = [*(Decode(s.request_id, s.slot) for s in board.firsts), *decodes]
         if len(draft.request_ids) < len(sampling):
@@ -159,7 +160,9 @@ class Scheduler:
             report_drafts=self.policy.learns and not resting,
             calibration=None if calibration is None else calibration.plain(),
             context=load.context,
-            predicted_ms=self.policy.predict(rows, load.context, draft),
+            predicted_ms=self._rest.predicted_ms
+            if self._rest
+            else self.policy.predict(rows, load.context, draft),
             forget=forget,
             shaped=any(s.shaped for s in sampling),
             guided=tuple(s.request_id for s in sampling if s.guide is not None),

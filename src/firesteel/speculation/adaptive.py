@@ -48,6 +48,10 @@ _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 REST = 32  # steps at most for which the scheduler need not ask
+SHOWN, FIRST = (
+    4,
+    256,
+)  # of those of a rest one in so many is learned from, but for the first ones: they are all alike
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -249,9 +253,12 @@ class Adaptive:
 
     def _wake(self) -> None:
         slept, self._slept = self._slept, []
-        for rows, context, predicted_ms, measured_ms, spent_ms in slept:
+        for i, (rows, context, predicted_ms, measured_ms, spent_ms) in enumerate(slept):
             self.account(True, True, predicted_ms, spent_ms)
-            self.lessons.hear(((), (), Timing(rows, predicted_ms, measured_ms, context=context)))
+            if i % SHOWN and self.cost.measured > FIRST:
+                self.cost.count(predicted_ms, measured_ms)
+            else:
+                self.lessons.hear(((), (), Timing(rows, predicted_ms, measured_ms, context=context)))
 
     @property
     def _promise(self) -> float:

@@ -290,6 +290,15 @@ class CostModel:
             self.proportions.hear(key, context, known, took, prompt_rows > 0)
         if self._unlearned >= TOGETHER or self._news >= NEWS or self.measured <= ALONE:
             self._learn()
+        return self._departs(predicted_ms, measured_ms)
+
+    def count(self, predicted_ms: float, measured_ms: float) -> None:
+        """A step like others that were observed: it only counts."""
+        if measured_ms > 0 and 0 < predicted_ms < math.inf:
+            self.measured += 1
+            self._departs(predicted_ms, measured_ms)
+
+    def _departs(self, predicted_ms: float, measured_ms: float) -> bool:
         departed = not 1 / DEPARTS <= measured_ms / predicted_ms <= DEPARTS
         self.departures += departed
         return departed
