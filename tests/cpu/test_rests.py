@@ -98,6 +98,19 @@ def test_a_new_request_ends_a_rest_at_once() -> None:
     engine.drain()
 
 
+def test_an_idle_engine_has_no_rest_and_a_prompt_alone_its_own_price() -> None:
+    policy, _, bed = ran(never=False)
+    engine = bed.engine
+    assert engine.scheduler._rest is None and policy.rests, "it ended with the last request"
+    prompt, params = jobs(1, 8)[0]
+    engine.records.clear()
+    engine.add(prompt * 3, params, params.seed or 0)
+    engine.step()
+    engine.drain()
+    alone = next(r for r in engine.records if r.prompt_rows and not r.decodes)
+    assert alone.predicted_ms == pytest.approx(alone.measured_ms, rel=0.1), "not that of the steps before"
+
+
 def test_a_rest_goes_on_only_for_the_same_requests() -> None:
     bed = simulated_bed(SCENES["poor"], K, 2, 64)
     for prompt, params in jobs(2, 16):

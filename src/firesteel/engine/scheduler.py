@@ -32,6 +32,7 @@ from firesteel.speculation.policy import (
     DraftBlocks,
     Drafting,
     FixedWidth,
+    Load,
     Policy,
     Timing,
     Verified,
@@ -102,6 +103,7 @@ class Scheduler:
             self._admit(board)
         if not (board.chunks or board.decodes or board.snapshots or board.saves or self._forget):
             assert not board.admissions, "an admitted request has rows to run"
+            self._end_rest()
             return None
         return self._finish_plan(board)
 
@@ -111,20 +113,12 @@ class Scheduler:
         top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
         load = load_of(bounds, rows - board.budget.drafts, board.room)
-        draft, resting = NO_DRAFTING, self._rest is not None and self._rest.goes_on(board)
-        if resting:
-            assert self._rest is not None, "just asked"
-            draft = self._rest.drafting
-            self._rest.steps += 1
-        elif self.gamma and sampling:
-            self._end_rest()
-            have = board.candidates  # nothing that they say has changed since
-            late = [candidate(s) for s in board.decodes[len(have) :]]
-            firsts = [candidate(s) for s in board.firsts]
-            draft = self.policy.drafting([*firsts, *have, *late] if firsts or late else have, load)
-            if draft.rest and not (board.chunks or board.budget.drafts or late):
-                ms = self.policy.predict(rows, load.context, draft)
-                self._rest = Rest(draft, board.budget, list(board.decodes), ms)
+        rest = self._rest if self._rest is not None and self._rest.goes_on(board) else None
+        if rest is not None:
+            draft, ms = rest.drafting, rest.predicted_ms
+            rest.steps += 1
+        else:
+            draft, ms = self._ask(board, load, rows)
         decodes = [Decode(s.request_id, s.slot) for s in board.decodes]
         drafting = [*(Decode(s.request_id, s.slot) for s in board.firsts), *decodes]
         if len(draft.request_ids) < len(sampling):
@@ -157,12 +151,10 @@ class Scheduler:
             if draft.weights
             else (),
             draft_depth=self.gamma if board.budget.drafts else 0,
-            report_drafts=self.policy.learns and not resting,
+            report_drafts=self.policy.learns and rest is None,
             calibration=None if calibration is None else calibration.plain(),
             context=load.context,
-            predicted_ms=self._rest.predicted_ms
-            if self._rest
-            else self.policy.predict(rows, load.context, draft),
+            predicted_ms=ms,
             forget=forget,
             shaped=any(s.shaped for s in sampling),
             guided=tuple(s.request_id for s in sampling if s.guide is not None),
@@ -193,6 +185,21 @@ class Scheduler:
             load = load_of(board.bounds, rows, board.room - kept)
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
+
+    def _ask(self, board: Draftboard, load: Load, rows: int) -> tuple[Drafting, float]:
+        """Who drafts, and what the step of ``rows`` will take; a rest may begin."""
+        draft, late = NO_DRAFTING, False
+        if self.gamma and (board.firsts or board.decodes):
+            self._end_rest()
+            have = board.candidates  # nothing that they say has changed since
+            more = [candidate(s) for s in board.decodes[len(have) :]]
+            firsts = [candidate(s) for s in board.firsts]
+            late = bool(more)
+            draft = self.policy.drafting([*firsts, *have, *more] if firsts or late else have, load)
+        ms = self.policy.predict(rows, load.context, draft)
+        if draft.rest and not (board.chunks or board.budget.drafts or late):
+            self._rest = Rest(draft, board.budget, list(board.decodes), ms)
+        return draft, ms
 
     def _end_rest(self) -> None:
         if self._rest is not None:

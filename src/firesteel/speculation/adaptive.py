@@ -48,10 +48,7 @@ _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 REST = 32  # steps at most for which the scheduler need not ask
-SHOWN, FIRST = (
-    4,
-    256,
-)  # of those of a rest one in so many is learned from, but for the first ones: they are all alike
+SHOWN, FIRST = 4, 256  # steps of a rest are alike: one in so many is learned from, but for the first ones
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -289,9 +286,8 @@ class Adaptive:
     def _drifted(self, able: list[Candidate]) -> bool:
         """Whether the plan was made for others: so few requests that each counts, or another number of them."""
         off = abs(len(able) - self._planned_for)
-        if (
-            not self._paid and self._plan is not None
-        ):  # what did not pay still does not; a look finds exceptions
+        if not self._paid and self._plan is not None:
+            # requests come and go, and what did not pay still does not; a look finds exceptions
             alone = min(len(able), self._planned_for) <= 1
             self._changed = self._changed + 1 if off > (0 if alone else max(self._planned_for // 4, 1)) else 0
             return self._changed >= (PASSING if alone else 1)  # one ends, and the next is not there yet
