@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -123,3 +124,19 @@ def test_a_rest_goes_on_only_for_the_same_requests() -> None:
     rest.steps = 2
     assert not rest.goes_on(Draftboard(8, decodes=[one])), "it is over"
     bed.engine.drain()
+
+
+def test_what_is_off_is_corrected_once() -> None:
+    """Steps of a rest were predicted by prices that may have been corrected before they are learned from."""
+    bed = simulated_bed(SCENES["poor"], K, AT_ONCE, 512)
+    dear = replace(LINEAR, step_ms=tuple(5.0 * v for v in LINEAR.step_ms))
+    policy, engine = Asked(K, CostModel(dear), bed.start()), bed.engine
+    engine.runner.virtual, engine.scheduler.policy = CostModel(LINEAR), policy
+    for prompt, params in jobs(AT_ONCE, 400):
+        engine.add(prompt, params, params.seed or 0)
+    true, least = CostModel(LINEAR).row_ms(AT_ONCE), float("inf")
+    while engine.busy:
+        engine.step()
+        least = min(least, policy.cost.row_ms(AT_ONCE))
+    assert policy.rests > 100 and policy.cost.row_ms(AT_ONCE) == pytest.approx(true, rel=0.1)
+    assert least > 0.9 * true, "corrected for the same steps twice"

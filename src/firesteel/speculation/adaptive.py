@@ -108,7 +108,7 @@ class Adaptive:
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
         self._changed = 0  # steps since the load is another one than the plan was made for
-        self._slept: list[tuple[int, float, float, float, float]] = []  # steps of rests, not learned from yet
+        self._slept: list[tuple[int, float, float, float]] = []  # steps of rests, not learned from yet
 
     # ---- questions ---------------------------------------------------------------
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
@@ -240,22 +240,22 @@ class Adaptive:
         for _ in range(steps):
             self._earn()
 
-    def slept(
-        self, rows: int, context: float, predicted_ms: float, measured_ms: float, spent_ms: float
-    ) -> None:
+    def slept(self, rows: int, context: float, measured_ms: float, spent_ms: float) -> None:
         """A step of a rest was committed; it is learned from when the rest is over."""
-        self._slept.append((rows, context, predicted_ms, measured_ms, spent_ms))
+        self._slept.append((rows, context, measured_ms, spent_ms))
         if len(self._slept) > 2 * REST:
             self._wake()
 
     def _wake(self) -> None:
+        """By prices of now: those of the begin of a rest may have been corrected meanwhile."""
         slept, self._slept = self._slept, []
-        for i, (rows, context, predicted_ms, measured_ms, spent_ms) in enumerate(slept):
-            self.account(True, True, predicted_ms, spent_ms)
+        for i, (rows, context, measured_ms, spent_ms) in enumerate(slept):
+            priced = self.cost.row_ms(rows, context)
+            self.account(True, True, priced, spent_ms)
             if i % SHOWN and self.cost.measured > FIRST:
-                self.cost.count(predicted_ms, measured_ms)
+                self.cost.count(priced, measured_ms)
             else:
-                self.lessons.hear(((), (), Timing(rows, predicted_ms, measured_ms, context=context)))
+                self.lessons.hear(((), (), Timing(rows, priced, measured_ms, context=context)))
 
     @property
     def _promise(self) -> float:

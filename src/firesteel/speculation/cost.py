@@ -268,7 +268,8 @@ class CostModel:
         if rows <= 0 or not (0 < measured_ms < math.inf and 0 < predicted_ms < math.inf):
             return False
         self.measured += 1
-        log = math.log(min(max(measured_ms / predicted_ms, 0.2), 5.0))
+        now = self.price(rows, context, drafting, width) if context >= 0 else predicted_ms
+        log = math.log(min(max(measured_ms / now, 0.2), 5.0))  # what was corrected since is not corrected again
         own = min(max(log - self.pace, -CLIP), CLIP) if self._alike else 0.0
         if not prompt_rows:
             self._alike += 1
