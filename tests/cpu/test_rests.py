@@ -56,7 +56,7 @@ def test_most_steps_are_planned_without_asking() -> None:
 def test_a_rest_changes_neither_what_is_decided_nor_what_is_learned() -> None:
     """Probes, looks and prices come as if every step had asked; a plan may be a few steps older."""
     (rested, some, _), (asked, all_, _) = ran(never=False), ran(never=True)
-    seen = [p.cost.measured + len(p.lessons._steps) + len(p._slept) for p in (rested, asked)]
+    seen = [p.cost.measured + len(p.lessons._steps) + len(p.slept.steps) for p in (rested, asked)]
     assert seen == [len(some), len(all_)], "every step's time has been seen, or waits"
     assert rested.cost.measured > 0.9 * len(some)
     drafted = [sum(r.drafting > 0 for r in records) for records in (some, all_)]

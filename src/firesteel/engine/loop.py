@@ -237,7 +237,7 @@ class Engine:
                 plain = not (record.budget.drafts or record.drafting)
                 policy.account(record.prompt_rows == 0, plain, record.predicted_ms, spent)
             else:
-                policy.slept(record.rows, record.context, record.measured_ms, spent)
+                policy.slept.add(record.rows, record.context, record.measured_ms, spent)
         self.records.append(record)
         if self._trace is not None:
             self._trace.write(json.dumps(asdict(record)) + "\n")

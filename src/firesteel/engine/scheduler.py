@@ -13,15 +13,7 @@ from __future__ import annotations
 from bisect import insort
 
 from firesteel.config import EngineConfig
-from firesteel.core import (
-    Chunk,
-    Decode,
-    FinishReason,
-    Restore,
-    Save,
-    SnapshotOrder,
-    StepPlan,
-)
+from firesteel.core import Chunk, Decode, FinishReason, Restore, Save, SnapshotOrder, StepPlan
 from firesteel.engine.draftboard import Draftboard, Rest, SchedulerStats, candidate, load_of
 from firesteel.engine.memory import Memory
 from firesteel.engine.prefix import Match, PrefixCache
@@ -134,6 +126,7 @@ class Scheduler:
         for seq, order in board.snapshots:  # usable from the next plan on: the copy ends this step
             self._register(seq, order)
         self._step += 1
+        weights = tuple(draft.weights.get(d.request_id, 1.0) for d in drafting) if draft.weights else ()
         return StepPlan(
             step=self._step,
             chunks=tuple(board.chunks),
@@ -147,9 +140,7 @@ class Scheduler:
             drafting=tuple(drafting),
             draft_width=draft.width if drafting else 0,
             draft_reason=draft.reason,
-            draft_weights=tuple(draft.weights.get(d.request_id, 1.0) for d in drafting)
-            if draft.weights
-            else (),
+            draft_weights=weights,
             draft_depth=self.gamma if board.budget.drafts else 0,
             report_drafts=self.policy.learns and rest is None,
             calibration=None if calibration is None else calibration.plain(),
@@ -176,28 +167,28 @@ class Scheduler:
         """Rows for drafts; prompts that wait keep a quarter of the step."""
         pending = sum(len(s.base) - s.planned for s in self.running if s.finish is None and not s.prefilled)
         pending += sum(len(s.base) for s in self.waiting[: self.memory.free_slots])
-        kept = min(self.config.max_num_batched_tokens // 4, pending)
         if self._rest is not None and not pending and self._rest.goes_on(board):
             board.budget = self._rest.budget
         elif self.gamma and board.decodes:
             board.candidates = [self._offer(s, b) for s, b in zip(board.decodes, board.bounds, strict=True)]
             rows = len(board.decodes) + min(pending, board.room)
-            load = load_of(board.bounds, rows, board.room - kept)
+            load = load_of(
+                board.bounds, rows, board.room - min(self.config.max_num_batched_tokens // 4, pending)
+            )
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
 
     def _ask(self, board: Draftboard, load: Load, rows: int) -> tuple[Drafting, float]:
         """Who drafts, and what the step of ``rows`` will take; a rest may begin."""
-        draft, late = NO_DRAFTING, False
+        draft, more = NO_DRAFTING, list[Candidate]()
         if self.gamma and (board.firsts or board.decodes):
             self._end_rest()
             have = board.candidates  # nothing that they say has changed since
             more = [candidate(s) for s in board.decodes[len(have) :]]
             firsts = [candidate(s) for s in board.firsts]
-            late = bool(more)
-            draft = self.policy.drafting([*firsts, *have, *more] if firsts or late else have, load)
+            draft = self.policy.drafting([*firsts, *have, *more] if firsts or more else have, load)
         ms = self.policy.predict(rows, load.context, draft)
-        if draft.rest and not (board.chunks or board.budget.drafts or late):
+        if draft.rest and not (board.chunks or board.budget.drafts or more):
             self._rest = Rest(draft, board.budget, list(board.decodes), ms)
         return draft, ms
 

@@ -39,6 +39,7 @@ from firesteel.speculation.budget import (
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.ledger import Ledger
 from firesteel.speculation.lessons import LONE, Lessons
+from firesteel.speculation.slept import REST, Slept
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, DraftBlocks, Drafting, Load, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
@@ -47,8 +48,6 @@ Floats = NDArray[np.float64]
 _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
 RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
-REST = 32  # steps at most for which the scheduler need not ask
-SHOWN, FIRST = 4, 256  # steps of a rest are alike: one in so many is learned from, but for the first ones
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -97,6 +96,7 @@ class Adaptive:
         self._hope = HOPE_FIRST  # how much of ``look_share`` is spent
         self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
         self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
+        self.slept = Slept(cost, self.lessons, self.account)
         self.ledger, self._refused = Ledger(), IDLE  # why the last plan does not draft
         self._paid, self._purse = False, math.inf  # whether the last plan drafts; ms put by for a trial
         self._usual = 0.0  # log of spent over priced of plain steps
@@ -108,7 +108,6 @@ class Adaptive:
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
         self._changed = 0  # steps since the load is another one than the plan was made for
-        self._slept: list[tuple[int, float, float, float]] = []  # steps of rests, not learned from yet
 
     # ---- questions ---------------------------------------------------------------
     def budget(self, candidates: Sequence[Candidate], load: Load) -> Budget:
@@ -239,23 +238,6 @@ class Adaptive:
         self._idle = self._idle[0], self._idle[1] + steps
         for _ in range(steps):
             self._earn()
-
-    def slept(self, rows: int, context: float, measured_ms: float, spent_ms: float) -> None:
-        """A step of a rest was committed; it is learned from when the rest is over."""
-        self._slept.append((rows, context, measured_ms, spent_ms))
-        if len(self._slept) > 2 * REST:
-            self._wake()
-
-    def _wake(self) -> None:
-        """By prices of now: those of the begin of a rest may have been corrected meanwhile."""
-        slept, self._slept = self._slept, []
-        for i, (rows, context, measured_ms, spent_ms) in enumerate(slept):
-            priced = self.cost.row_ms(rows, context)
-            self.account(True, True, priced, spent_ms)
-            if i % SHOWN and self.cost.measured > FIRST:
-                self.cost.count(priced, measured_ms)
-            else:
-                self.lessons.hear(((), (), Timing(rows, priced, measured_ms, context=context)))
 
     @property
     def _promise(self) -> float:
@@ -477,8 +459,8 @@ class Adaptive:
     # ---- learning -------------------------------------------------------------------
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
         """Steps wait until what they tell is worth the time."""
-        if self._slept:
-            self._wake()
+        if self.slept.steps:
+            self.slept.wake()
         drew = frozenset(DraftBlocks.of(proposed).request_ids) if proposed else _NOBODY
         if drew:
             timing = timing._replace(entered=len(drew - self._drew))
