@@ -80,3 +80,20 @@ def test_a_gain_within_its_doubt_is_tried_once_and_then_waits(monkeypatch: pytes
     made.cost.noise = 0.2
     made._replan(asked, asked, load)
     assert made._plan.pays, "who drafts goes on while it pays"
+
+
+def test_a_comparison_begun_by_the_last_few_does_not_cost_the_next_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps that two requests can spare would cost two hundred a hundred times as much."""
+    made = policy(SHRINK, monkeypatch)
+    monkeypatch.setattr(made, "_search", lambda _, able, __: DraftPlan(GAMMA, len(able), 1.05, 1.0))
+    few = [Candidate(i, 0, GAMMA) for i in range(2)]
+    many = [Candidate(i, 0, GAMMA) for i in range(2, 40)]
+    blocks = (np.ones(64, dtype=np.int64), np.full(64, GAMMA), *np.full((2, 64, GAMMA), 2.0))
+    made.book.take([0] * 64, *blocks)
+    made.cost.noise = 0.2  # a promise of 1.05 may be chance: it is tested soon
+    reasons = [made.drafting(few, Load(2, 2.0, 64.0, 300)).reason for _ in range(60)]
+    assert any("compare" in r for r in reasons), "few are compared"
+    while "compare" not in made.drafting(few, Load(2, 2.0, 64.0, 300)).reason:
+        pass
+    first = made.drafting(many, Load(38, 38.0, 64.0, 300))
+    assert first.request_ids, f"the crowd drafts at once, not: {first.reason}"

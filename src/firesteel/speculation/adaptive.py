@@ -47,7 +47,7 @@ from firesteel.speculation.watch import Watch
 Floats = NDArray[np.float64]
 _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
-RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
+REFUSED, RESTS = 16, 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
@@ -178,7 +178,9 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
-        if self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise, self._doubt):
+        if len(candidates) > self._planned_for + self._planned_for // 4 + 1:
+            self.ledger.stop()  # what the plan promised was for a few
+        elif self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise, self._doubt):
             self._answer = None
             self._earn()
             return Drafting(frozenset(), 0, "a few plain steps, to compare")
@@ -345,7 +347,8 @@ class Adaptive:
         same = old is not None and (plan.width, plan.requests) == (old.width, old.requests) and not drift
         if plan.pays:
             self._hope = 1.0
-        self._period = min(2 * self._period, PERIODS if plan.pays else RESTS) if same or rests else PERIOD
+        first, most = (PERIOD, PERIODS) if plan.pays else (REFUSED, RESTS)
+        self._period = min(2 * self._period, most) if same or rests else first
         self._plan, self._scale, self._decided = plan, self.cost.scale, None
         self._here = self.cost.row_ms(load.rows, load.context)
         self._age, self._planned_for, self._changed = 0, len(able), 0

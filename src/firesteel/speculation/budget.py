@@ -118,7 +118,7 @@ def best_of_few(
 def average_gains(survivals: Floats) -> Floats:
     """[n] gains, best first, of [n] or, averaged by rank, of [s, n] equally likely cases; NaN counts as 0."""
     cases = np.atleast_2d(np.fmax(survivals, 0.0))  # fmax(NaN, 0) is 0
-    out: Floats = np.sort(cases, axis=1)[:, ::-1].mean(0)
+    out: Floats = (np.add.reduce(np.sort(cases, axis=1)) / len(cases))[::-1]
     return out
 
 
@@ -184,16 +184,12 @@ def choose_width(
     best, least = DraftPlan(0, 0, plain, plain), plain * (1 + 1e-9)
     if max(bounds, default=0.0) <= least:
         return best
-    order = np.argsort(-flat, axis=1, kind="stable")
-    gains = np.take_along_axis(flat, order, axis=1)
 
     def found(m: int, k: int, draft: float) -> DraftPlan:
-        kept = (
-            gains[((order // depths) < m) & ((order % depths) < k)].reshape(s, m * k).mean(0)[: len(ms) - 1]
-        )
-        value = base_value + np.concatenate(([0.0], np.cumsum(kept)))
+        kept = average_gains(cases[:, :m, :k].reshape(s, m * k))[: len(ms) - 1]
+        value = np.concatenate(([base_value], kept)).cumsum()
         rates = value / np.maximum(ms[: len(value)] + draft, 1e-6)
-        at = int(np.argmax(rates))
+        at = int(rates.argmax())
         return DraftPlan(k, m, float(rates[at]), plain, at)
 
     hopeful = max(
@@ -213,7 +209,7 @@ def _bounds(
     gains: Floats, base_value: float, ms: Floats, tries: Sequence[tuple[int, int, float]]
 ) -> list[float]:
     """Rates that no plan (requests, width, price of its drafts) exceeds: as if its drafts were the best of all."""
-    value = base_value + np.concatenate(([0.0], np.cumsum(gains[: len(ms) - 1])))
+    value = np.concatenate(([base_value], gains[: len(ms) - 1])).cumsum()
     most = np.array([m * k for m, k, _ in tries])[:, None]
     rates = value / np.maximum(ms + np.array([d for _, _, d in tries])[:, None], 1e-6)
     out: list[float] = np.where(np.arange(len(value)) <= most, rates, 0.0).max(1).tolist()

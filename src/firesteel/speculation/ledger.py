@@ -117,6 +117,10 @@ class Ledger:
         found = min(max(math.exp(-self.pairs.mean), LEAST), 1.0)
         return 1.0 - (1.0 - found) * math.exp2(-self._idle / HEALS)
 
+    def stop(self) -> None:
+        """Break off a burst: the load is another one than what it was to cost was reckoned for."""
+        self._left = 0
+
     def burst(self, promise: float, doubt: float = 0.0) -> bool:
         """Whether this step, whose plan promises ``promise`` times the rate of plain steps, is to be plain.
 
