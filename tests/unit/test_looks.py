@@ -82,7 +82,9 @@ def test_a_gain_within_its_doubt_is_tried_once_and_then_waits(monkeypatch: pytes
     assert made._plan.pays, "who drafts goes on while it pays"
 
 
-def test_a_comparison_begun_by_the_last_few_does_not_cost_the_next_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_begun_by_the_last_few_does_not_cost_the_next_crowd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Plain steps that two requests can spare would cost two hundred a hundred times as much."""
     made = policy(SHRINK, monkeypatch)
     monkeypatch.setattr(made, "_search", lambda _, able, __: DraftPlan(GAMMA, len(able), 1.05, 1.0))
