@@ -127,6 +127,24 @@ def test_rounds_fit_into_the_time_that_is_given(
     assert [p["checks"]["identical_texts"] for p in work.run()] == [True, True] and now[0] == 48.0  # two each
 
 
+def test_points_that_ended_are_kept(
+    model: str, requests: RequestSet, result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of a sweep are not lost with its last minute."""
+    kept: list[dict[str, Any]] = []
+
+    def point(_: Sweep, concurrency: int, *__: Any) -> Any:
+        if concurrency == 1:
+            raise KeyboardInterrupt
+        return result["points"][0]
+
+    monkeypatch.setattr(Sweep, "point", point)
+    with pytest.raises(KeyboardInterrupt):
+        rounds.sweep(model, requests, plan(concurrency=(4, 1)), keep=kept.append)
+    assert [one["points"] for one in kept] == [result["points"][:1]]
+    assert kept[0].keys() == result.keys()
+
+
 def test_different_texts_are_complained_about(result: dict[str, Any]) -> None:
     spoiled = json.loads(json.dumps(result))
     spoiled["points"][0]["checks"] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -204,17 +204,13 @@ class Sweep:
             "answers_per_round_compared": len(runs) if lossless else 0,
         }
 
-    def run(self, tick: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    def run(self, tick: Callable[[str], None] = lambda _: None) -> Iterator[dict[str, Any]]:
         """All points, the highest concurrency first."""
-        points = sorted(set(self.plan.concurrency), reverse=True)
-        if self.plan.seconds is None:
-            return [self.point(c, tick) for c in points]
-        end, out = time.monotonic() + self.plan.seconds, []
+        points, seconds = sorted(set(self.plan.concurrency), reverse=True), self.plan.seconds
+        end = None if seconds is None else time.monotonic() + seconds
         for i, c in enumerate(points):  # a round takes about as the root of the concurrency
-            share = math.sqrt(c) / sum(math.sqrt(rest) for rest in points[i:])
-            now = time.monotonic()
-            out.append(self.point(c, tick, now + share * (end - now)))
-        return out
+            share, now = math.sqrt(c) / sum(math.sqrt(rest) for rest in points[i:]), time.monotonic()
+            yield self.point(c, tick, math.inf if end is None else now + share * (end - now))
 
 
 def order_of(arms: int, turn: int) -> list[int]:
@@ -282,11 +278,26 @@ def sweep(
     plan: Plan,
     pinned: int | None = None,
     tick: Callable[[str], None] = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """The whole result of one sweep as plain values."""
+    """The whole result of one sweep as plain values; ``keep`` gets what there is after every point."""
     tick("loading")
-    work = Sweep(model, requests, plan)
-    points = work.run(tick)
+    work, points, out = Sweep(model, requests, plan), [], {}
+    for point in work.run(tick):
+        points.append(point)
+        out = _result(work, model, requests, plan, pinned, points)
+        keep(out)
+    return out
+
+
+def _result(
+    work: Sweep,
+    model: str | None,
+    requests: RequestSet,
+    plan: Plan,
+    pinned: int | None,
+    points: list[dict[str, Any]],
+) -> dict[str, Any]:
     judged = [p["verdict"] for p in points if "verdict" in p]
     return {
         "bench": "sweep",

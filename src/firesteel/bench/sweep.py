@@ -277,12 +277,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("sweep", total=total)
             result = sweep(
-                args.model, requests, plan, pinned, lambda said: bar.update(task, advance=1, description=said)
+                args.model,
+                requests,
+                plan,
+                pinned,
+                lambda said: bar.update(task, advance=1, description=said),
+                lambda so_far: write_json(so_far, args.json),  # whoever stops it keeps the points that ended
             )
     except user_errors() as err:
         print(f"sweep: {err}", file=sys.stderr)
         return 2
-    write_json(result, args.json)
     for table in tables(result):
         console.print(table)
     mean = result["geometric_mean"]

@@ -350,8 +350,7 @@ class Adaptive:
         same = old is not None and (plan.width, plan.requests) == (old.width, old.requests) and not drift
         if plan.pays:
             self._hope = 1.0
-        first, most = (PERIOD, PERIODS) if plan.pays else (REFUSED, RESTS)
-        self._period = min(2 * self._period, most) if same or rests else first
+        self._period = min(2 * self._period, PERIODS if plan.pays else RESTS) if same or rests else PERIOD
         self._plan, self._scale, self._decided = plan, self.cost.scale, None
         self._here = self.cost.row_ms(load.rows, load.context)
         self._age, self._planned_for, self._changed = 0, len(able), 0
