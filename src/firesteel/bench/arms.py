@@ -22,6 +22,7 @@ from firesteel.config import ParameterError, SamplingParams
 from firesteel.core import FinishReason, StepPlan, StepRecord
 from firesteel.engine.build import Built
 from firesteel.engine.frontend import Frontend
+from firesteel.engine.heap import settle
 from firesteel.engine.loop import Engine
 from firesteel.engine.rehearsal import record_graphs
 from firesteel.engine.runner import Runner, StepResult
@@ -148,6 +149,7 @@ class Rig:
         """A new point: no cached prefix, nothing learned, all counters at zero."""
         self._clear()
         self.frontends = {arm.name: self._frontend(arm) for arm in self.arms}
+        settle()  # as a server does: a full collection would fall to one arm of a round
 
     def _clear(self, keep_prefixes: bool = False) -> None:
         engine = self.llm.engine

@@ -24,6 +24,7 @@ from firesteel.config import EngineConfig, SamplingParams
 from firesteel.core import FinishReason
 from firesteel.engine.build import build_engine
 from firesteel.engine.frontend import Frontend, Prepared
+from firesteel.engine.heap import settle
 from firesteel.engine.loop import QueueFull
 from firesteel.engine.output import Answer
 from firesteel.engine.runner import TokenScore
@@ -291,6 +292,7 @@ def main(link_fd: int) -> int:
         send({"op": "fatal", "error": str(err)})
         return 2
     worker = Worker(Frontend(built), send)
+    settle()
     reader = threading.Thread(target=_read_frames, args=(stream, worker.inbox), daemon=True)
     reader.start()
     try:
