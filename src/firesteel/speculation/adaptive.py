@@ -59,6 +59,7 @@ SPREAD = 16  # steps that pay for what a request catches up with when it begins 
 DARING = 0.005  # share of the step time that is put by for trials of what may pay
 PER_PAIR = 6.0  # steps that a compared pair of stretches stands for
 USUAL_RATE = 1.0 / 16  # weight of a plain step in what they usually take over their price
+CROWD = 4  # requests more than twice those of the plan: it says nothing of them
 TRIAL = 4  # requests that draft while nothing is known of the drafter
 
 
@@ -181,7 +182,7 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
-        if len(candidates) > self._planned_for + self._planned_for // 4 + 1:
+        if len(candidates) > 2 * self._planned_for + CROWD:
             self.ledger.stop()  # what the plan promised was for a few
         elif self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise, self._doubt):
             self._answer = None
