@@ -1,7 +1,6 @@
 """Python's garbage collector looks again and again at all that lives; weights and kernels live for ever.
 
-A full look takes 60 ms beside the bundled model and several times that beside a
-recorded GPU engine: every token of that moment is late.
+A full look takes 60 ms beside the bundled model: every token of that moment is late.
 """
 
 from __future__ import annotations

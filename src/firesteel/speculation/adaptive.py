@@ -47,10 +47,7 @@ from firesteel.speculation.watch import Watch
 Floats = NDArray[np.float64]
 _NOBODY: frozenset[int] = frozenset()
 PERIOD, PERIODS = 8, 16  # steps between plans while the load is the same; as long as that if they agree
-REFUSED, RESTS = (
-    16,
-    64,
-)  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
+RESTS = 64  # the same while drafting does not pay: looks and probes bring what is new, and then a plan
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
