@@ -269,9 +269,8 @@ class CostModel:
             return False
         self.measured += 1
         now = self.price(rows, context, drafting, width) if context >= 0 else predicted_ms
-        log = math.log(
-            min(max(measured_ms / now, 0.2), 5.0)
-        )  # what was corrected since is not corrected again
+        # against prices of now: what was corrected since the prediction is not corrected again
+        log = math.log(min(max(measured_ms / now, 0.2), 5.0))
         own = min(max(log - self.pace, -CLIP), CLIP) if self._alike else 0.0
         if not prompt_rows:
             self._alike += 1
