@@ -80,7 +80,7 @@ $(BASE): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@$(PIP) -e '.[serve,structured]'
 	@touch $@
 
-$(DEV): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+$(DEV): $(VENV)/pyvenv.cfg pyproject.toml constraints.txt Makefile
 	@echo "installing firesteel, its tests and checks into $(VENV) (torch is large: minutes the first time)"
-	@$(PIP) -e '.[test,dev,serve,structured,bench,gpu]'
+	@$(PIP) -e '.[test,dev,serve,structured,bench,gpu,otel,train]'
 	@touch $(BASE) $@

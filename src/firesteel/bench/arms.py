@@ -9,6 +9,7 @@ and thus pays nothing for taps or context rows. Arms never run at the same time.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import time
 from collections import Counter, deque
@@ -75,6 +76,7 @@ class Window:
 
     tokens: int = 0
     seconds: float = 0.0
+    longest_turn: float = 0.0  # seconds of the longest turn of the loop in it: a stall shows here
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ class Run:
     departures: int  # steps more than 1.3x from their prediction
     preemptions: int
     reasons: dict[str, int]
+    draft_reasons: dict[str, int]  # why steps drafted as they did
+    longest_host_ms: float  # of one step's planning and committing
+    full_collections: int  # of Python's garbage
     digest: str  # of all answers' token ids, in request order
     window: Window  # the decode phase alone
 
@@ -209,6 +214,7 @@ class Rig:
             _listen(engine, hear)
         preempted = engine.scheduler.stats.preemptions
         engine.records.clear()
+        collected = _full_collections()
         seconds, window = closed_loop(frontend, jobs, concurrency, clock)
         engine.drain()
         if hear is not None:
@@ -221,6 +227,7 @@ class Rig:
             window,
             list(engine.records),
             engine.scheduler.stats.preemptions - preempted,
+            _full_collections() - collected,
         )
 
 
@@ -247,6 +254,7 @@ def closed_loop(
     open_: dict[int, Job] = {}
     full, seen = min(concurrency, len(jobs)), 0
     window, from_ = Window(), (0, 0.0)  # from_: tokens and time when the last of the first requests had begun
+    longest = 0.0
     begun = now = clock()
     while queue or open_:
         while queue and len(open_) < concurrency:
@@ -254,7 +262,11 @@ def closed_loop(
             (answer,) = frontend.add(job.ids, job.params)
             open_[answer.request_id] = job
             job.sent, job.first = clock() - begun, 0.0
-        for answer in frontend.step():
+        before = clock()
+        updates = frontend.step()
+        if from_[1]:
+            longest = max(longest, clock() - before)
+        for answer in updates:
             now = clock()
             job = open_[answer.request_id]
             seen += len(answer.ids) - job.heard
@@ -270,8 +282,13 @@ def closed_loop(
                 job.last, job.output = now - begun, tuple(answer.ids)
                 del open_[answer.request_id]
                 if from_[1] and not window.seconds:
-                    window = Window(seen - from_[0], now - from_[1])
+                    window = Window(seen - from_[0], now - from_[1], longest)
     return now - begun, window
+
+
+def _full_collections() -> int:
+    """Full collections of Python's garbage since the process began."""
+    return int(gc.get_stats()[-1]["collections"])
 
 
 def _listen(engine: Engine, tally: Tally) -> None:
@@ -295,6 +312,7 @@ def _summary(
     window: Window,
     records: list[StepRecord],
     preemptions: int,
+    collections: int,
 ) -> Run:
     long = [j for j in jobs if len(j.output) > 1]
     texts = hashlib.sha256("\n".join(" ".join(map(str, j.output)) for j in jobs).encode())
@@ -322,6 +340,9 @@ def _summary(
         departures=sum(not 1 / 1.3 <= r.measured_ms / r.predicted_ms <= 1.3 for r in priced),
         preemptions=preemptions,
         reasons=dict(Counter(r.budget.reason for r in records).most_common(6)),
+        draft_reasons=dict(Counter(r.draft_reason for r in records).most_common(6)),
+        longest_host_ms=max((r.host_ms for r in records), default=0.0),
+        full_collections=collections,
         digest=texts.hexdigest()[:16],
         window=window,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -243,10 +244,11 @@ def _of_runs(runs: Sequence[Run]) -> dict[str, Any]:
     decode = sum(r.decode_seconds for r in runs)
     steps = sum(r.steps for r in runs)
     decodes = sum(r.decodes for r in runs)
-    reasons: dict[str, int] = {}
+    reasons: Counter[str] = Counter()
+    draft_reasons: Counter[str] = Counter()
     for run in runs:
-        for reason, count in run.reasons.items():
-            reasons[reason] = reasons.get(reason, 0) + count
+        reasons.update(run.reasons)
+        draft_reasons.update(run.draft_reasons)
     priced = sum(r.priced_ms for r in runs)
     return {
         "tokens_per_second": sum(r.tokens for r in runs) / sum(r.seconds for r in runs),
@@ -268,7 +270,11 @@ def _of_runs(runs: Sequence[Run]) -> dict[str, Any]:
         "measured_over_predicted": priced / sum(r.predicted_ms for r in runs) if priced else None,
         "departed_steps": sum(r.departures for r in runs),
         "preemptions": sum(r.preemptions for r in runs),
-        "reasons": dict(sorted(reasons.items(), key=lambda kv: -kv[1])),
+        "reasons": dict(reasons.most_common()),
+        "draft_reasons": dict(draft_reasons.most_common()),
+        "longest_host_ms_by_round": [r.longest_host_ms for r in runs],
+        "longest_decode_turn_ms_by_round": [1e3 * r.window.longest_turn for r in runs],
+        "full_collections": sum(r.full_collections for r in runs),
     }
 
 
