@@ -164,3 +164,28 @@ def test_answers_that_go_on_worse_than_they_begin_are_judged_by_later_blocks() -
             head = np.full((1, K), 4.0 if (7 * n + 3 * request) % 5 == 0 else -1.0)
             steady.take([request], np.ones(1, dtype=np.int64), np.full(1, K), head, np.zeros((1, K)))
     assert not any(steady._staged)
+
+
+@pytest.mark.parametrize(("value", "soon"), [(1.0, False), (-3.0, True)])
+def test_a_newcomer_is_learned_from_soon_unless_it_is_like_all_before(value: float, soon: bool) -> None:
+    known = Coefficients.prior(K, True, True)
+    policy = Adaptive(K, CostModel(table()), Calibrator(known, trust=10.0))
+    lessons, kind = policy.lessons, np.ones((1, K), dtype=np.int64)
+
+    def step(request_id: int, signal: float) -> None:
+        line = np.full((1, K), signal)
+        survival = known.probability(line, line + 1.0, np.arange(K)[None], kind).cumprod(1)
+        drafted = DraftBlocks([request_id], [1], line, line + 1.0, survival)
+        policy.learn(drafted, [], Timing(1, 4.0, 4.0))
+
+    for i in range(400):
+        step(i // 40, 1.0)  # ten requests alike
+    while lessons._steps:
+        step(9, 1.0)
+    before = lessons._digests
+    for _ in range(3):
+        step(10, value)
+    assert (lessons._digests > before) == soon
+    for _ in range(16):
+        step(10, value)
+    assert lessons._digests > before, "learned from in the end"

@@ -17,7 +17,7 @@ from firesteel.speculation.book import Book
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.recent import Recent
 from firesteel.speculation.survival import Calibrator, Samples
-from firesteel.speculation.terms import DraftBlocks, Proposed, Timing, Verified
+from firesteel.speculation.terms import Candidate, DraftBlocks, Proposed, Timing, Verified
 from firesteel.speculation.watch import Watch
 
 Step = tuple[Sequence[Proposed], Sequence[Verified], Timing]
@@ -27,6 +27,7 @@ EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
 SURPRISE = 12.0  # drafts fewer accepted than were before, of few requests: reason to learn at once
 YOUNG = 8  # first digests
+ALIKE = 0.1  # of the tokens a step is expected to give: a new request that much off is another kind
 LONE, PATIENCE = (
     4,
     16,
@@ -80,16 +81,25 @@ class Lessons:
             self._requests = len(blocks)
             self._few = self._requests <= LONE
             if self._few:
-                for p in DraftBlocks.of(blocks).request_ids:
-                    if p not in self._met:
-                        self._met.add(p)
-                        self._due = (self._requests + 3) // 2  # the fewer there are, the more depends on each
+                self._meet(DraftBlocks.of(blocks))
         if self._few:
             for v in verified:
                 self._surplus += self._share * v.verified - v.accepted
         if self.book.wishes:
             self._clock(step)
         return self._surplus > SURPRISE or len(self._steps) >= self._wait() or self.book.unproven
+
+    def _meet(self, blocks: DraftBlocks) -> None:
+        """Few requests: who drafts for the first time is learned from soon, unless it looks as was expected."""
+        for i, request_id in enumerate(blocks.request_ids):
+            if request_id in self._met:
+                continue
+            self._met.add(request_id)
+            shown, kind = blocks.survival[i].tolist(), blocks.kinds[i]
+            expected = sum(self.book.expected(Candidate(request_id, len(shown), len(shown), kind)))
+            off = abs(sum(shown) - expected)
+            if self._digests < YOUNG or not off <= ALIKE * (1.0 + expected):
+                self._due = (self._requests + 3) // 2  # the fewer there are, the more depends on each
 
     def _clock(self, step: Step) -> None:
         _, verified, timing = step
