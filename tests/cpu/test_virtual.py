@@ -116,6 +116,16 @@ def test_it_does_not_lose_on_other_traffic(scene: str, concurrency: int) -> None
         assert ratio(points) >= 0.985, (points[0].table, scene, rates)
 
 
+@pytest.mark.parametrize("concurrency", [4, 64])
+def test_prompts_that_fill_the_steps(concurrency: int) -> None:
+    """What drafts take there, prompts do not get: no fixed width knows that."""
+    bed = simulated_bed(SCENES["mixed"], K, concurrency, 256)
+    work = jobs(max(3 * concurrency, 24), 64, prompt=(60, 140))
+    for points in compare(bed, list(TABLES.values()), [concurrency], lambda c: work, warmup=lambda c: 8):
+        rates = {p.arm: round(p.rate) for p in points}
+        assert ratio(points) >= (1.03 if points[0].table == "staircase" else 0.99), (points[0].table, rates)
+
+
 @pytest.mark.parametrize("scene", ["measured", "never"])
 def test_knowing_nothing_at_first_costs_little(scene: str) -> None:
     """No calibration file: after 8 requests as a warm-up the guess is gone."""
@@ -140,12 +150,12 @@ def bundled_drafter() -> str:
 def test_real_acceptance_of_the_bundled_model(concurrency: int = 4) -> None:
     """A short look; the long one, to 1 %, is ``firesteel bench virtual --scenes model``.
 
-    Two requests warm up: the first pass of an engine only shows what its drafts are like.
+    Eight requests warm up: what drafts are like shows at once, how long answers are when some have ended.
     """
     bed, llm = model_bed(K, concurrency)
-    work = problem_jobs(llm, 2 * concurrency, 48)
+    work = problem_jobs(llm, 8 + 2 * concurrency, 128)
     prices = [TABLES["staircase"], TABLES["linear"]]
-    for points in compare(bed, prices, [concurrency], lambda c: work, (0, 3, 7), warmup=lambda c: 2):
+    for points in compare(bed, prices, [concurrency], lambda c: work, (0, 3, 7), warmup=lambda c: 8):
         assert ratio(points) >= 0.98, (points[0].table, {p.arm: round(p.rate) for p in points})
 
 

@@ -104,7 +104,7 @@ def test_many_requests_do_not_make_a_step_dear() -> None:
     policy = Adaptive(K, CostModel(table()), Calibrator(Coefficients.prior(K, True, True), trust=10.0))
     ids = list(range(100))
     for _ in range(64):
-        policy.learn(blocks(ids, 1.0), [Verified(i, K, 1, False) for i in ids], Timing(64, 12.0, 12.0))
+        policy.learn(blocks(ids, 1.0), [Verified(i, K, 1, 0) for i in ids], Timing(64, 12.0, 12.0))
     lessons = policy.lessons
     assert lessons.recent.count <= 20 * len(ids) and len(lessons._steps) <= 8 and len(lessons._fates) <= 128
     share = np.array(policy.book._hits) / np.maximum(policy.book._tried, 1)

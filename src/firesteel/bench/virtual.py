@@ -174,13 +174,18 @@ def arm_name(width: int) -> str:
 
 
 def jobs(
-    n: int, tokens: int, seed: int = 0, vocab: int = 250, temperatures: Sequence[float] = (1.0,)
+    n: int,
+    tokens: int,
+    seed: int = 0,
+    vocab: int = 250,
+    temperatures: Sequence[float] = (1.0,),
+    prompt: tuple[int, int] = (4, 20),
 ) -> list[Job]:
-    """Short random prompts, answers of ``tokens`` tokens that do not end early."""
+    """Random prompts of ``prompt[0]`` to ``prompt[1]`` - 1 tokens, answers of ``tokens`` that do not end early."""
     r = random.Random(seed)
     return [
         (
-            tuple(r.randrange(3, vocab) for _ in range(r.randrange(4, 20))),
+            tuple(r.randrange(3, vocab) for _ in range(r.randrange(*prompt))),
             SamplingParams(
                 max_tokens=tokens,
                 temperature=temperatures[i % len(temperatures)],
@@ -355,13 +360,16 @@ def model_bed(gamma: int, slots: int, model: str | Path | None = None) -> tuple[
 
 
 def problem_jobs(llm: LLM, n: int, tokens: int) -> list[Job]:
-    """Shipped word problems in chat encoding, sampled at T=1."""
+    """Shipped word problems in chat encoding, sampled at T=1; answers end where the model ends them."""
     assert llm.tokenizer is not None, "problems are text"
     out = []
     for (_, params), problem in zip(jobs(n, tokens), read_problems(PROBLEMS, n)):
         prompt = llm.prompt_of([{"role": "user", "content": problem.question}])
         out.append(
-            (tuple(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt), params)
+            (
+                tuple(llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt),
+                replace(params, ignore_eos=False),
+            )
         )
     return out
 
@@ -397,6 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--starts", default="calibrated,prior")
     p.add_argument("--gamma", type=int, default=7)
     p.add_argument("--tokens", type=int, default=128, help="tokens of one answer")
+    p.add_argument(
+        "--prompt", default="4,20", help="prompts of drawn scenes: tokens at least, and fewer than"
+    )
     p.add_argument("--requests", type=int, default=3, help="requests per concurrent one")
     p.add_argument("--least", type=int, default=24, help="but at least as many requests")
     p.add_argument("--warmups", type=int, default=0, help="requests that come first and are not counted")
@@ -404,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", default=None, metavar="FILE")
     args = p.parse_args(argv)
     levels = [int(c) for c in args.concurrency.split(",")]
+    low, high = (int(n) for n in args.prompt.split(","))
     prices = [tables(args.gamma)[t] for t in args.tables.split(",")]
     out: list[dict[str, Any]] = []
     console = Console()
@@ -413,14 +425,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if scene == MODEL:
                 bed, llm = model_bed(args.gamma, max(levels), args.model)
             else:
-                bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + 32, start)
+                bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + high + 12, start)
             shown = Table(
                 "table", "C", *map(arm_name, FIXED), "adaptive", "adaptive / best", title=f"{scene}, {start}"
             )
 
             def work(c: int) -> list[Job]:
                 n = max(args.requests * c, args.least)
-                return problem_jobs(llm, n, args.tokens) if scene == MODEL else jobs(n, args.tokens)  # noqa: B023
+                if scene == MODEL:  # noqa: B023
+                    return problem_jobs(llm, n, args.tokens)  # noqa: B023
+                return jobs(n, args.tokens, prompt=(low, high))
 
             for points in compare(
                 bed, prices, levels, work, warmup=lambda _: args.warmups, whole=not args.full_load

@@ -63,9 +63,9 @@ class Rest:
         return same and self.steps < self.drafting.rest
 
 
-def load_of(bounds: list[int], rows: int, room: int) -> Load:
-    """A step of ``rows`` of requests with these bounds, with ``room`` for drafts."""
-    return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0))
+def load_of(bounds: list[int], rows: int, room: int, others: int, limit: int) -> Load:
+    """A step of ``rows`` of requests with these bounds, with ``room`` for drafts; ``others`` wait for prompts."""
+    return Load(rows, float(len(bounds)), sum(bounds) / max(len(bounds), 1), max(room, 0), others, limit)
 
 
 def candidate(seq: Sequence) -> Candidate:

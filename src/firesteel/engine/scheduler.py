@@ -104,7 +104,9 @@ class Scheduler:
         far = max(bounds[len(board.firsts) :], default=1 - self.gamma) - 1 + self.gamma
         top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
-        load = load_of(bounds, rows - board.budget.drafts, board.room)
+        others = len(self.running) - len(sampling) + min(len(self.waiting), self.memory.free_slots)
+        limit = self.config.max_num_batched_tokens
+        load = load_of(bounds, rows - board.budget.drafts, board.room, max(others, 0), limit)
         rest = self._rest if self._rest is not None and self._rest.goes_on(board) else None
         if rest is not None:
             draft, ms = rest.drafting, rest.predicted_ms
@@ -172,9 +174,8 @@ class Scheduler:
         elif self.gamma and board.decodes:
             board.candidates = [self._offer(s, b) for s, b in zip(board.decodes, board.bounds, strict=True)]
             rows = len(board.decodes) + min(pending, board.room)
-            load = load_of(
-                board.bounds, rows, board.room - min(self.config.max_num_batched_tokens // 4, pending)
-            )
+            limit = self.config.max_num_batched_tokens
+            load = load_of(board.bounds, rows, board.room - min(limit // 4, pending), 0, limit)
             board.budget = self.policy.budget(board.candidates, load)
             board.room -= board.budget.drafts
 
@@ -452,7 +453,7 @@ class Scheduler:
         drafted = len(plan.drafting), plan.draft_width
         self.policy.learn(
             proposed,
-            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
+            [Verified(g.request_id, g.allowed, g.accepted, g.finished) for g in groups],
             Timing(plan.rows, plan.predicted_ms, result.ms, *drafted, 0, plan.prompt_rows, plan.context),
         )
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from firesteel.core import Budget
+from firesteel.speculation.beside import TAKEN, WORTH, Beside, full
 from firesteel.speculation.book import SHRINK, Book
 from firesteel.speculation.budget import (
     DraftPlan,
@@ -108,6 +109,7 @@ class Adaptive:
         self._idle: tuple[list[int], int] = ([], 0)  # requests that did not draft, for how many steps
         self._gains: tuple[object, Floats] | None = None  # the last gains and what they were made of
         self._decided: tuple[object, Budget] | None = None  # the last budget and what it was decided for
+        self._beside = Beside(cost, self.book, self.widths)  # prompts that fill the step
         self._changed = 0  # steps since the load is another one than the plan was made for
 
     # ---- questions ---------------------------------------------------------------
@@ -140,7 +142,9 @@ class Adaptive:
             return best_of_few(few, load.rows, value, self._row_price(load), extra, load.room, rate)
         weights = self.book.weights(candidates)
         gains = self._gains_of(candidates, able, weights)
-        return best_of(gains, load.rows, float(weights.sum()), self._prices(load), extra, load.room, rate)
+        value = float(weights.sum())
+        beside = self._beside.budget(gains, value, load)
+        return beside or best_of(gains, load.rows, value, self._prices(load), extra, load.room, rate)
 
     def _value(self, candidates: Sequence[Candidate]) -> float:
         """What the tokens count that these requests get without drafts."""
@@ -185,7 +189,8 @@ class Adaptive:
             self._answer = None
             self._earn()
             return Drafting(frozenset(), 0, "a few plain steps, to compare")
-        if self._answer is not None and self._age < self._period:
+        beside = full(load)
+        if self._answer is not None and self._age < self._period and not beside:
             asked, answer, price, look = self._answer
             poor = self._credit < price and self._looks < look
             same = asked == (candidates, self._plan)
@@ -202,6 +207,10 @@ class Adaptive:
         self.book.ask(able)
         if self.book.blank:
             return self._first_look(able)
+        if beside:  # the plan waits until they have run
+            self._earn()
+            width = self._beside.width(candidates, able, self._value(candidates), load)
+            return self._marked(able, able if width else [], width, WORTH if width else TAKEN)
         if self._plan is None or self._age >= self._period or self._drifted(able):
             self._replan(candidates, able, load)
         self._earn()
@@ -305,6 +314,13 @@ class Adaptive:
             )
         else:
             width, why = self._look_deeper(len(ids), width, why)
+        return self._marked(able, chosen, width, why)
+
+    def _marked(
+        self, able: Sequence[Candidate], chosen: Sequence[Candidate], width: int, why: str
+    ) -> Drafting:
+        """``chosen`` ones draft; the device hears what their tokens count if they differ."""
+        ids = frozenset(c.request_id for c in chosen)
         if not self.book.wishes and all(c.weight == able[0].weight for c in able):
             return Drafting(ids, width, why)
         weights = self.book.weights(able).tolist()

@@ -42,6 +42,7 @@ SURE, LEAST_TRUTH = 0.95, 0.05  # outcomes that good are no reason for doubt; do
 UNKNOWN = 0.7  # conditional acceptance of a first draft of which nothing is known
 FADE = 0.96  # per step
 FEW_ROWS = 16  # blocks that are quicker counted one by one
+MATTERS = 0.01  # chance of an end within a block from which on it counts
 FEW = 2.0  # how many blocks a depth's neighbour stands for
 
 
@@ -85,6 +86,9 @@ class Book:
         self.version = 0  # of everything that ``scenarios`` depends on
         self._scenes: tuple[object, Floats] | None = None  # the last ones and what they were made of
         self._single: tuple[object, list[float]] | None = None  # likewise
+        self._stays: Floats | None = (
+            None  # [K] chance that an answer has not ended before a draft, if that matters
+        )
         self.wishes = False  # whether any request has one
         self._lives: deque[tuple[float, float, int]] = deque(maxlen=LIVES)
         self._takes = 0
@@ -363,6 +367,14 @@ class Book:
     def _set_guess(self, guess: list[float]) -> None:
         self._guess, self._guessed = guess, np.cumprod(guess)
 
+    def ending(self, hazard: float) -> None:
+        """An answer ends at a token with this chance: a draft behind that one is accepted by nobody."""
+        before = 0.0 if self._stays is None else 1.0 - float(self._stays[0])
+        if max(hazard, before) * self.depths < MATTERS or abs(hazard - before) * 8 < hazard:
+            return
+        self._stays = np.power(1.0 - hazard, np.arange(1.0, self.depths + 1))
+        self.version += 1
+
     # ---- what may come -------------------------------------------------------------------
     def usual(self, candidates: Sequence[Candidate]) -> Floats:
         """[R, K] mean survival that each request's next block may have; 0 behind its cap."""
@@ -407,6 +419,8 @@ class Book:
         pooled = strata.pooled < have / (have + self._prior)
         other = np.where(pooled[..., None], other, self._guessed)
         out: Floats = np.where(own[..., None], mine, other)
+        if self._stays is not None:
+            out *= self._stays
         caps = [c.cap for c in candidates]
         if min(caps, default=self.depths) >= self.depths:
             return out
@@ -431,7 +445,7 @@ class Book:
                 trust = min(float(self._trust[row]), CASES)
                 mine = np.minimum(self._survival[row, self._own_first(c.kind, n) : n].mean(0) * factor, 1.0)
                 out = out + trust / (trust + self.shrink) * (mine - out)
-            self._single = (key, out.tolist())
+            self._single = (key, (out if self._stays is None else out * self._stays).tolist())
         return self._single[1][: c.cap]
 
     def fade(self, request_ids: Sequence[int], steps: int = 1) -> None:

@@ -25,6 +25,7 @@ QUIET = 32  # steps that are learned from at once while nobody drafts
 BATCH = 8  # steps, and blocks at least, that are learned from at once
 EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
+ANSWERS = 16384.0  # tokens that tell how often answers end
 SURPRISE = 12.0  # drafts fewer accepted than were before, of few requests: reason to learn at once
 YOUNG = 8  # first digests
 ALIKE = 0.1  # of the tokens a step is expected to give: a new request that much off is another kind
@@ -53,6 +54,7 @@ class Lessons:
             0.0,
             0.0,
         )  # of verified drafts accepted so far; those that should have been
+        self._ends = [0.0, 0.0]  # answers that ended by a token of theirs, and tokens
         self._met = set[int]()  # requests that have drafted
         self._gone: list[int] = []  # ended requests that the book still holds
         # request -> number and survivals of its block whose fate is not known yet
@@ -161,10 +163,16 @@ class Lessons:
             for v in verified:
                 self._totals[0] += v.accepted
                 self._totals[1] += v.verified
+                self._ends[0] += v.ended == 1
+                self._ends[1] += v.accepted + 1
         if self._totals[1]:
             self._share = self._totals[0] / self._totals[1]
         if self._totals[1] > LATELY:
             self._totals = [0.5 * v for v in self._totals]
+        if self._ends[0]:
+            self.book.ending(self._ends[0] / self._ends[1])
+        if self._ends[1] > ANSWERS:
+            self._ends = [0.5 * v for v in self._ends]
 
     def _note(self, blocks: DraftBlocks, whole: bool) -> None:
         """New blocks; where there are many, some passes stand for all."""

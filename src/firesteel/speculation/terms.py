@@ -33,6 +33,8 @@ class Load(NamedTuple):
     sampling: float  # weighted requests that will sample
     context: float  # mean tokens of context per row
     room: int  # rows left for drafts
+    others: int = 0  # requests whose prompts have still to run
+    limit: int = 0  # rows that a step may have; 0: not said
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Verified(NamedTuple):
     request_id: int
     verified: int
     accepted: int
-    ended: bool
+    ended: int  # 0: it goes on, 1: by a token that ends answers, more: otherwise
 
 
 class Timing(NamedTuple):
