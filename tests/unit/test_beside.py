@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from firesteel.bench.virtual import tables
 from firesteel.speculation.adaptive import Adaptive
-from firesteel.speculation.beside import Answer, beside_prompts, full
+from firesteel.speculation.beside import TAKEN, Answer, beside_prompts, full, later_rate
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, DraftBlocks, Load, Timing
@@ -20,9 +20,9 @@ K = 3
 
 
 def asked(gains: np.ndarray, load: Load, cost: CostModel, widths: tuple[int, ...] = (1, 2, 3)) -> Answer:
-    anchors = gains.shape[0]
+    later = later_rate(gains[None], len(gains), load, lambda r: cost.step_ms(r, 64), cost.draft_ms, widths)
     return beside_prompts(
-        gains[None], float(anchors), anchors, load, lambda r: cost.step_ms(r, 64), cost.draft_ms, widths
+        gains[None], later, cost.row_ms(load.limit, 64) / load.limit, load.others, cost.draft_ms, widths
     )
 
 
@@ -95,6 +95,72 @@ def test_the_plan_is_as_before_when_the_prompts_are_done() -> None:
     assert (after.width, after.request_ids) == (before.width, before.request_ids)
     ready = [Candidate(i, K, K) for i in ids]
     for least, room, drafts in ((0.0, 96, 96), (0.0, 40, 40), (1.01, 96, 0)):
-        policy._beside._answer, policy._decided = Answer(0, least, 32), None
+        policy._beside.answer = Answer(0, least, 32, 96)
         budget = policy.budget(ready, Load(256, 32.0, 64.0, room, 0, 256))
         assert budget.drafts == drafts and "prompts" in budget.reason
+
+
+def known(k: int, signal: float, requests: int = 8) -> Adaptive:
+    """A policy on a staircase that has seen drafts with these signals."""
+    policy = Adaptive(k, CostModel(tables(k)["staircase"]), Calibrator(Coefficients.prior(k, True, True)))
+    line, ids = np.full((requests, k), signal), list(range(requests))
+    for _ in range(40):
+        policy.learn(
+            DraftBlocks(ids, [1] * requests, line, line, np.full((requests, k), 0.5)), [], Timing(8, 5.0, 5.0)
+        )
+    return policy
+
+
+def test_a_wish_for_speed_and_priority_count_beside_prompts() -> None:
+    """Whoever waits for its tokens does not wait for all prompts; that everybody is urgent changes nothing."""
+    ids, load = range(8), Load(512, 8.0, 64.0, 0, 56, 512)
+    policy = known(7, 1.0)
+    assert policy.drafting([Candidate(i, 0, 7) for i in ids], load).width == 0
+    assert policy.drafting([Candidate(i, 0, 7, weight=4.0) for i in ids], load).width == 0
+    wishing = known(7, 1.0)
+    asked = [Candidate(i, 0, 7, floor=500.0 if i == 3 else 0.0) for i in ids]
+    for _ in range(60):
+        answer = wishing.drafting(asked, load)
+        wishing.book.clock(list(ids), np.ones(8, dtype=np.int64), 20.0)  # 50 tokens a second
+    assert answer.width > 0 and answer.weights[3] > 8 * answer.weights[2]
+
+
+def test_drafts_that_got_better_are_found_beside_endless_prompts() -> None:
+    policy, load = known(7, -6.0), Load(512, 8.0, 64.0, 0, 1, 512)
+    asked = [Candidate(i, 0, 7) for i in range(8)]
+    answers = [policy.drafting(asked, load) for _ in range(400)]
+    assert answers[0].reason == TAKEN
+    probes = [a for a in answers if a.request_ids]
+    assert 0 < len(probes) < 20 and all(len(a.request_ids) == 1 for a in probes)
+
+
+def test_an_answer_does_not_outlive_its_load() -> None:
+    policy, asked = known(7, 3.0), [Candidate(i, 0, 7) for i in range(8)]
+    alone, crowd, open_ = (
+        Load(2048, 8.0, 64.0, 0, 1, 2048),
+        Load(512, 8.0, 64.0, 0, 56, 512),
+        Load(8, 8.0, 64.0, 99),
+    )
+    assert policy.drafting(asked, alone).width > 0
+    assert policy.drafting(asked, crowd).width == 0, "other many wait"
+    for _ in range(10):
+        policy.drafting(asked, open_)
+    assert policy._beside.answer is None
+
+
+def test_nobody_ends_answers_by_a_few_that_were_short() -> None:
+    """Ends are counted over all tokens; one short answer says little, and no rate of them stops all drafts."""
+    policy = known(7, 3.0)
+    asked, open_ = [Candidate(i, 0, 7) for i in range(8)], Load(8, 8.0, 64.0, 99)
+    before = policy.drafting(asked, open_).width
+    policy.learn([], [], Timing(8, 5.0, 5.0, tokens=1, ends=1))
+    policy._digest()
+    assert before > 0 and policy.drafting(asked, open_).width == before
+    for _ in range(100):
+        policy.learn([], [], Timing(8, 5.0, 5.0, tokens=8, ends=8))
+    policy._digest()
+    assert policy.book.lasting([1.0])[0] == pytest.approx(0.75), "not less, whatever ended"
+    for _ in range(2000):
+        policy.learn([], [], Timing(8, 5.0, 5.0, tokens=8))
+    policy._digest()
+    assert policy.book.lasting([1.0])[0] > 0.99, "answers are long again"

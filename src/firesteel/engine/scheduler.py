@@ -31,7 +31,8 @@ from firesteel.speculation.policy import (
 )
 
 NO_DRAFTING = Drafting(frozenset(), 0, "speculation off")
-FINISH = {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
+STOPPED = 1  # by a token
+FINISH = {STOPPED: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
 
 
 class Scheduler:
@@ -48,6 +49,7 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         self._forget: list[int] = []
         self._step, self._paced = 0, False  # whether any request has asked for a speed
+        self._said = [0, 0]  # tokens of answers, and answers that a token ended, since the policy was told
         self._rest: Rest | None = None
         self._swapped = 0  # bytes of saved copies
         self._slot_bytes = memory.ring_bytes()
@@ -104,9 +106,9 @@ class Scheduler:
         far = max(bounds[len(board.firsts) :], default=1 - self.gamma) - 1 + self.gamma
         top = max(far, max([c.end - 1 for c in board.chunks], default=0))
         rows = sum(len(c.tokens) for c in board.chunks) + len(board.decodes) + board.budget.drafts
-        others = len(self.running) - len(sampling) + min(len(self.waiting), self.memory.free_slots)
+        others = self._behind() if board.chunks and board.room <= 0 else 0
         limit = self.config.max_num_batched_tokens
-        load = load_of(bounds, rows - board.budget.drafts, board.room, max(others, 0), limit)
+        load = load_of(bounds, rows - board.budget.drafts, board.room, others, limit)
         rest = self._rest if self._rest is not None and self._rest.goes_on(board) else None
         if rest is not None:
             draft, ms = rest.drafting, rest.predicted_ms
@@ -197,6 +199,13 @@ class Scheduler:
         if self._rest is not None:
             self.policy.rested(self._rest.steps)
             self._rest = None
+
+    def _behind(self) -> int:
+        """Requests with a slot, or one to be had, whose prompts have still to run."""
+        new = sum(s.finish is None and not s.saved_pages for s in self.waiting)
+        return sum(s.finish is None and not s.prefilled for s in self.running) + min(
+            new, self.memory.free_slots
+        )
 
     def _offer(self, seq: Sequence, bound: int) -> Candidate:
         """``candidate``, as it was in the step before while it is the same and its length limit is far."""
@@ -435,7 +444,9 @@ class Scheduler:
                 before = seq.known
                 seq.output.extend(group.tokens)
                 seq.scores.extend(group.scores)
+                self._said[0] += len(group.tokens)
                 if group.finished:
+                    self._said[1] += group.finished == STOPPED
                     self._finish(seq, FINISH[group.finished])
                 self._want_snapshot(seq, before)
             if seq.finish is not None and seq in self.waiting and seq.in_flight == 0:
@@ -453,9 +464,20 @@ class Scheduler:
         drafted = len(plan.drafting), plan.draft_width
         self.policy.learn(
             proposed,
-            [Verified(g.request_id, g.allowed, g.accepted, g.finished) for g in groups],
-            Timing(plan.rows, plan.predicted_ms, result.ms, *drafted, 0, plan.prompt_rows, plan.context),
+            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
+            Timing(
+                plan.rows,
+                plan.predicted_ms,
+                result.ms,
+                *drafted,
+                0,
+                plan.prompt_rows,
+                plan.context,
+                *self._said,
+            ),
         )
+
+        self._said = [0, 0]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish = reason

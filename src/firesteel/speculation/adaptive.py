@@ -122,7 +122,7 @@ class Adaptive:
         if not any(c.ready for c in candidates) and not self.book.wishes:
             ms = self.cost.row_ms(load.rows, load.context)
             return Budget(0, self._value(candidates), ms, "no drafts to verify")
-        known = (candidates, load.rows, load.room, load.context // 128)
+        known = (candidates, load.rows, load.room, load.context // 128, self._beside.answer)
         if self._decided is not None and self._decided[0] == known and not self.book.wishes:
             return self._decided[1]
         able = [c for c in candidates if c.ready]
@@ -139,7 +139,8 @@ class Adaptive:
         if len(able) <= 1:
             value = self._value(candidates)
             few = self._gains_of_one(able[0]) if able else []
-            return best_of_few(few, load.rows, value, self._row_price(load), extra, load.room, rate)
+            beside = self._beside.budget(few, value, load)
+            return beside or best_of_few(few, load.rows, value, self._row_price(load), extra, load.room, rate)
         weights = self.book.weights(candidates)
         gains = self._gains_of(candidates, able, weights)
         value = float(weights.sum())
@@ -183,13 +184,19 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
+        self._beside.age()
+        beside = full(load)
         if len(candidates) > 2 * self._planned_for + CROWD:
             self.ledger.stop()  # what the plan promised was for a few
-        elif self._promise > 1.0 and not self.book.wishes and self.ledger.burst(self._promise, self._doubt):
+        elif (
+            not beside
+            and self._promise > 1.0
+            and not self.book.wishes
+            and self.ledger.burst(self._promise, self._doubt)
+        ):
             self._answer = None
             self._earn()
             return Drafting(frozenset(), 0, "a few plain steps, to compare")
-        beside = full(load)
         if self._answer is not None and self._age < self._period and not beside:
             asked, answer, price, look = self._answer
             poor = self._credit < price and self._looks < look
@@ -208,9 +215,14 @@ class Adaptive:
         if self.book.blank:
             return self._first_look(able)
         if beside:  # the plan waits until they have run
+            self._here = self.cost.row_ms(load.rows, load.context)
             self._earn()
-            width = self._beside.width(candidates, able, self._value(candidates), load)
-            return self._marked(able, able if width else [], width, WORTH if width else TAKEN)
+            trust, draft_ms = self.ledger.trust, self._draft_price
+            width = self._beside.width(candidates, able, load, trust, draft_ms)
+            if width:
+                return self._marked(able, able[: TRIAL if self.book.unproven else None], width, WORTH)
+            probe = self._probe(able, load)
+            return probe if probe.request_ids else replace(probe, reason=TAKEN)
         if self._plan is None or self._age >= self._period or self._drifted(able):
             self._replan(candidates, able, load)
         self._earn()

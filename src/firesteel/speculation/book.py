@@ -375,6 +375,12 @@ class Book:
         self._stays = np.power(1.0 - hazard, np.arange(1.0, self.depths + 1))
         self.version += 1
 
+    def lasting(self, survival: list[float]) -> list[float]:
+        """Survivals times the chance that the answer lasts as long."""
+        if self._stays is None:
+            return survival
+        return [s * stays for s, stays in zip(survival, self._stays.tolist(), strict=False)]
+
     # ---- what may come -------------------------------------------------------------------
     def usual(self, candidates: Sequence[Candidate]) -> Floats:
         """[R, K] mean survival that each request's next block may have; 0 behind its cap."""
@@ -445,7 +451,7 @@ class Book:
                 trust = min(float(self._trust[row]), CASES)
                 mine = np.minimum(self._survival[row, self._own_first(c.kind, n) : n].mean(0) * factor, 1.0)
                 out = out + trust / (trust + self.shrink) * (mine - out)
-            self._single = (key, (out if self._stays is None else out * self._stays).tolist())
+            self._single = (key, self.lasting(out.tolist()))
         return self._single[1][: c.cap]
 
     def fade(self, request_ids: Sequence[int], steps: int = 1) -> None:

@@ -25,7 +25,11 @@ QUIET = 32  # steps that are learned from at once while nobody drafts
 BATCH = 8  # steps, and blocks at least, that are learned from at once
 EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
-ANSWERS = 16384.0  # tokens that tell how often answers end
+ANSWERS, SHORTEST = (
+    4096.0,
+    256.0,
+)  # tokens that tell how often answers end; as if none had ended in so many before
+MOST_ENDS = 0.25  # of the tokens
 SURPRISE = 12.0  # drafts fewer accepted than were before, of few requests: reason to learn at once
 YOUNG = 8  # first digests
 ALIKE = 0.1  # of the tokens a step is expected to give: a new request that much off is another kind
@@ -97,7 +101,7 @@ class Lessons:
             if request_id in self._met:
                 continue
             self._met.add(request_id)
-            shown, kind = blocks.survival[i].tolist(), blocks.kinds[i]
+            shown, kind = self.book.lasting(blocks.survival[i].tolist()), blocks.kinds[i]
             expected = sum(self.book.expected(Candidate(request_id, len(shown), len(shown), kind)))
             off = abs(sum(shown) - expected)
             if self._digests < YOUNG or not off <= ALIKE * (1.0 + expected):
@@ -131,7 +135,7 @@ class Lessons:
                 self._take_fates(verified)
             if proposed:
                 self._note(DraftBlocks.of(proposed), whole)
-            self.cost.observe(*timing)
+            self.cost.observe(*timing[:8])
         self.watch.prices([t for _, _, t in self._steps])
         self._steps.clear()
         self._blocks, self._due, self._surplus = 0, min(2 * self._due, PATIENCE), 0.0
@@ -159,18 +163,18 @@ class Lessons:
 
     def _count_accepted(self) -> None:
         """Share of the drafts accepted that were verified lately."""
-        for _, verified, _ in self._steps:
+        for _, verified, timing in self._steps:
+            self._ends[0] += timing.ends
+            self._ends[1] += timing.tokens
             for v in verified:
                 self._totals[0] += v.accepted
                 self._totals[1] += v.verified
-                self._ends[0] += v.ended == 1
-                self._ends[1] += v.accepted + 1
         if self._totals[1]:
             self._share = self._totals[0] / self._totals[1]
         if self._totals[1] > LATELY:
             self._totals = [0.5 * v for v in self._totals]
         if self._ends[0]:
-            self.book.ending(self._ends[0] / self._ends[1])
+            self.book.ending(min(self._ends[0] / (self._ends[1] + SHORTEST), MOST_ENDS))
         if self._ends[1] > ANSWERS:
             self._ends = [0.5 * v for v in self._ends]
 

@@ -124,7 +124,7 @@ class Verified(NamedTuple):
     request_id: int
     verified: int
     accepted: int
-    ended: int  # 0: it goes on, 1: by a token that ends answers, more: otherwise
+    ended: bool
 
 
 class Timing(NamedTuple):
@@ -138,6 +138,8 @@ class Timing(NamedTuple):
     entered: int = 0  # of those that had not drafted in the step before
     prompt_rows: int = 0
     context: float = -1.0  # mean tokens per row; below 0: unknown
+    tokens: int = 0  # of all answers since the step that was shown before
+    ends: int = 0  # answers that ended by a token of theirs among these
 
 
 class Policy(Protocol):
