@@ -202,10 +202,9 @@ class Scheduler:
 
     def _behind(self) -> int:
         """Requests with a slot, or one to be had, whose prompts have still to run."""
-        new = sum(s.finish is None and not s.saved_pages for s in self.waiting)
-        return sum(s.finish is None and not s.prefilled for s in self.running) + min(
-            new, self.memory.free_slots
-        )
+        soon = self.waiting[: self.memory.free_slots]
+        new = sum(s.finish is None and not s.saved_pages for s in soon)
+        return new + sum(s.finish is None and not s.prefilled for s in self.running)
 
     def _offer(self, seq: Sequence, bound: int) -> Candidate:
         """``candidate``, as it was in the step before while it is the same and its length limit is far."""
