@@ -34,27 +34,27 @@ from firesteel.engine.build import BUNDLED
 from firesteel.models.deepseek_v4.config import DSparkConfig, V4Config
 from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
 from firesteel.speculation import simulated
+from firesteel.speculation.beside import TAKEN, WORTH
 from firesteel.speculation.cost import CostModel
 from firesteel.speculation.policy import Adaptive, Candidate, Drafting, FixedWidth, Load
+from firesteel.speculation.survival import Calibrator, Coefficients
 
 pytestmark = pytest.mark.cpu
 K = 7
 TABLES = tables(K)
+SMALL = tiny_config(
+    num_hidden_layers=2,
+    compress_ratios=(0, 4),
+    dspark=DSparkConfig(block_size=K, noise_token_id=259, target_layer_ids=(0, 1), markov_rank=16, stages=1),
+    mtp_stages=1,
+)
 LEVELS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with a drafter and a confidence head."""
-    config = tiny_config(
-        num_hidden_layers=2,
-        compress_ratios=(0, 4),
-        dspark=DSparkConfig(
-            block_size=K, noise_token_id=259, target_layer_ids=(0, 1), markov_rank=16, stages=1
-        ),
-        mtp_stages=1,
-    )
-    return write_random(tmp_path_factory.mktemp("virtual") / "model", config, 3)
+    return write_random(tmp_path_factory.mktemp("virtual") / "model", SMALL, 3)
 
 
 @pytest.fixture(scope="module")
@@ -239,3 +239,35 @@ def test_coefficients_of_a_simulation_without_a_head() -> None:
     c = simulated.coefficients(scene, 3, uses_head=False)
     assert not c.uses_head and c.head.tolist() == [0.0, 0.0]
     assert c.usual == (0.8, 0.5, 0.5)
+
+
+def test_prompts_that_fill_the_steps_change_no_text(tmp_path: Path) -> None:
+    """Drafts stop and go on as prompts come; every answer is that of plain decoding, alone and unhurried."""
+
+    model = write_random(tmp_path / "model", SMALL, 3, agreement=1.0)
+
+    known = Coefficients.prior(K, True, True)
+
+    def answers(limit: int, **speculative: object) -> tuple[list[tuple[int, ...]], set[str]]:
+        llm = LLM(
+            model,
+            numerics="float32",
+            max_num_seqs=5,
+            max_num_batched_tokens=limit,
+            max_model_len=128,
+            prefix_caching=False,
+            speculative=speculative or None,
+        )
+        if speculative:
+            llm.engine.scheduler.policy = Bed(llm.engine, lambda: Calibrator(known)).adaptive(
+                TABLES["staircase"]
+            )
+            llm.engine.runner.virtual = CostModel(TABLES["staircase"])
+        work = jobs(12, 20, prompt=(30, 60))
+        done = llm.generate([list(p) for p, _ in work], [s for _, s in work])
+        return [tuple(d.token_ids) for d in done], {r.draft_reason for r in llm.engine.records}
+
+    plain, _ = answers(512)
+    crowded, reasons = answers(24, num_speculative_tokens=K)
+    assert reasons & {TAKEN, WORTH} and reasons & {"drafting pays", "trying an unknown drafter"}, reasons
+    assert crowded == plain

@@ -24,9 +24,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from firesteel.bench.cli import integers
 from firesteel.bench.hollow import hollow_engine
 from firesteel.bench.report import environment, write_json
-from firesteel.config import EngineConfig, SamplingParams, SimulatedAcceptance
+from firesteel.config import EngineConfig, ParameterError, SamplingParams, SimulatedAcceptance
 from firesteel.core import StepRecord
 from firesteel.engine.build import FILE_TRUST
 from firesteel.engine.llm import LLM
@@ -415,7 +416,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--json", default=None, metavar="FILE")
     args = p.parse_args(argv)
     levels = [int(c) for c in args.concurrency.split(",")]
-    low, high = (int(n) for n in args.prompt.split(","))
+    low, high = (*integers("--prompt", args.prompt), 0)[:2]
+    if high <= low:
+        raise ParameterError(
+            f"--prompt {args.prompt!r}: expected two numbers of tokens, the second larger, as in 60,140"
+        )
     prices = [tables(args.gamma)[t] for t in args.tables.split(",")]
     out: list[dict[str, Any]] = []
     console = Console()

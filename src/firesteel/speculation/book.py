@@ -86,9 +86,7 @@ class Book:
         self.version = 0  # of everything that ``scenarios`` depends on
         self._scenes: tuple[object, Floats] | None = None  # the last ones and what they were made of
         self._single: tuple[object, list[float]] | None = None  # likewise
-        self._stays: Floats | None = (
-            None  # [K] chance that an answer has not ended before a draft, if that matters
-        )
+        self._stays: Floats | None = None  # [K] chance that an answer lasts until a draft; None: nearly 1
         self.wishes = False  # whether any request has one
         self._lives: deque[tuple[float, float, int]] = deque(maxlen=LIVES)
         self._takes = 0

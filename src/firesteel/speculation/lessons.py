@@ -25,10 +25,8 @@ QUIET = 32  # steps that are learned from at once while nobody drafts
 BATCH = 8  # steps, and blocks at least, that are learned from at once
 EAGER = 4  # digests after which they come a step later each time, up to BATCH
 LATELY = 128  # verified drafts that tell what share of them is usually accepted
-ANSWERS, SHORTEST = (
-    4096.0,
-    256.0,
-)  # tokens that tell how often answers end; as if none had ended in so many before
+ANSWERS = 4096.0  # tokens that tell how often answers end
+SHORTEST = 256.0  # as if none had ended in so many before
 MOST_ENDS = 0.25  # of the tokens
 SURPRISE = 12.0  # drafts fewer accepted than were before, of few requests: reason to learn at once
 YOUNG = 8  # first digests
@@ -103,7 +101,7 @@ class Lessons:
             self._met.add(request_id)
             shown, kind = self.book.lasting(blocks.survival[i].tolist()), blocks.kinds[i]
             expected = sum(self.book.expected(Candidate(request_id, len(shown), len(shown), kind)))
-            off = abs(sum(shown) - expected)
+            off = abs(round(sum(shown), 2) - expected)  # not a device's last bits
             if self._digests < YOUNG or not off <= ALIKE * (1.0 + expected):
                 self._due = (self._requests + 3) // 2  # the fewer there are, the more depends on each
 
@@ -162,7 +160,7 @@ class Lessons:
         return changed
 
     def _count_accepted(self) -> None:
-        """Share of the drafts accepted that were verified lately."""
+        """Share of the drafts accepted that were verified lately, and how often answers end."""
         for _, verified, timing in self._steps:
             self._ends[0] += timing.ends
             self._ends[1] += timing.tokens
