@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from firesteel.bench import calibration, cli, ops, plots, rounds, steps
-from firesteel.bench.arms import Arm, Job, Rig, parse_arms
+from firesteel.bench.arms import Arm, Rig, parse_arms
 from firesteel.bench.geometry import RandomWeights, build_random, load
+from firesteel.bench.loops import Job
 from firesteel.bench.readers import RequestSet, random_prompts
 from firesteel.bench.rounds import Plan, Sweep, sweep
 from firesteel.bench.sweep import complaints, shortfalls, tables

@@ -1,9 +1,10 @@
-"""Arms of a sweep: one model in memory, one engine per arm over it, and the closed loop that loads them.
+"""Arms of a sweep: one model in memory and one engine per arm over it, loaded one by one or in turns.
 
-Weights, page arena, slots and the measured cost table exist once. An engine
-object is host state only (queue, plan, policy), so every arm gets a fresh one
-at every point; the arm without speculation runs on a runner without a drafter
-and thus pays nothing for taps or context rows. Arms never run at the same time.
+Weights and the measured cost table exist once, page arena and slots too, unless
+arms run in turns: then each has its own. An engine object is host state only
+(queue, plan, policy), so every arm gets a fresh one at every point; the arm
+without speculation runs on a runner without a drafter and thus pays nothing for
+taps or context rows. No two steps ever run at the same time.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 
 from firesteel.bench.acceptance import Tally
 from firesteel.bench.geometry import load
-from firesteel.config import ParameterError, SamplingParams
-from firesteel.core import FinishReason, StepPlan, StepRecord
-from firesteel.engine.build import Built
+from firesteel.bench.loops import Job, Loop, Stopwatch, Window, in_turns
+from firesteel.config import ParameterError
+from firesteel.core import StepPlan, StepRecord
+from firesteel.engine.build import Built, make_runner
 from firesteel.engine.frontend import Frontend
 from firesteel.engine.heap import settle
 from firesteel.engine.loop import Engine
+from firesteel.engine.prefix import PrefixCache
 from firesteel.engine.rehearsal import record_graphs
 from firesteel.engine.runner import Runner, StepResult
 from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
@@ -55,28 +58,6 @@ def parse_arms(text: str, most: int | None = None) -> tuple[Arm, ...]:
         )
     made = {NONE: Arm(NONE, 0), ADAPTIVE: Arm(ADAPTIVE, gamma, True)}
     return tuple(made.get(w) or Arm(f"K={w}", int(w)) for w in words)
-
-
-@dataclass
-class Job:
-    """One request of a run and what the client saw of it (seconds since the run began)."""
-
-    ids: list[int]
-    params: SamplingParams
-    sent: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    heard: int = 0  # tokens so far
-    output: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Window:
-    """What a closed loop did while all of its requests decoded and none had ended: no prompt, no run-down."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    longest_turn: float = 0.0  # seconds of the longest turn of the loop in it: a stall shows here
 
 
 @dataclass(frozen=True)
@@ -126,10 +107,12 @@ class Rig:
         model: str | None,
         arms: Sequence[Arm],
         speculative: dict[str, Any] | None = None,
+        apart: bool = False,
         **settings: Any,
     ):
         """``model``: as for ``geometry.load``; ``speculative``: further fields of SpeculativeConfig;
-        ``settings``: of EngineConfig."""
+        ``apart``: pages and slots for every arm, which ``in_turns`` needs; ``settings``: of EngineConfig.
+        Raises ParameterError for ``apart`` on a GPU."""
         self.arms = tuple(arms)
         gamma = max(a.width for a in arms)
         spec: dict[str, Any] = dict(speculative or {})
@@ -139,9 +122,15 @@ class Rig:
         self.llm = load(model, speculative=spec if gamma else None, **settings)
         engine = self.llm.engine
         self.pristine = copy.deepcopy(engine.policy)
-        self.runners = {True: engine.runner}
-        if any(a.width == 0 for a in arms):
-            self.runners[False] = without_drafter(engine) if gamma else engine.runner
+        self.homes: dict[str, tuple[Runner, PrefixCache | None]] = {}
+        if apart and engine.runner.device.type != "cpu":
+            raise ParameterError("slice: arms in turns need a memory each; leave it out on a GPU")
+        plain = engine.runner
+        if not apart and gamma and any(a.width == 0 for a in arms):
+            plain = without_drafter(engine)
+        for arm in arms:
+            runner = engine.runner if arm.width else plain
+            self.homes[arm.name] = self._own(arm.width > 0) if apart else (runner, engine.cache)
         self.frontends: dict[str, Frontend] = {}
         self.start()
 
@@ -156,12 +145,21 @@ class Rig:
         self.frontends = {arm.name: self._frontend(arm) for arm in self.arms}
         settle()  # as a server does: a full collection would fall to one arm of a round
 
+    def _own(self, drafts: bool) -> tuple[Runner, PrefixCache | None]:
+        """Pages, slots and prefix cache of an arm's own, over the weights of all."""
+        base, cache = self.llm.engine, None
+        old = base.runner
+        drafter = old.drafter if drafts else None
+        runner = make_runner(self.llm.frontend.config, base.config, old.target, drafter, base.max_model_len)
+        if base.cache is not None:
+            cache = PrefixCache(runner.memory.pool, runner.memory.page_size, "sweep")
+        return runner, cache
+
     def _clear(self, keep_prefixes: bool = False) -> None:
-        engine = self.llm.engine
         for frontend in self.frontends.values():
             frontend.engine.drain()
-        if engine.cache is not None and not keep_prefixes:
-            engine.cache.clear()
+            if frontend.engine.cache is not None and not keep_prefixes:
+                frontend.engine.cache.clear()
 
     def _frontend(self, arm: Arm) -> Frontend:
         f, base = self.llm.frontend, self.llm.engine
@@ -179,10 +177,13 @@ class Rig:
                 cost_table=spec.cost_table if arm.adaptive else None,
                 calibration=spec.calibration if arm.adaptive else None,
             )
+        runner, cache = self.homes[arm.name]
         engine = replace(
             base,
             config=replace(base.config, speculative=spec if arm.width else None, trace=None),
-            runner=self.runners[arm.width > 0],
+            memory=runner.memory,
+            runner=runner,
+            cache=cache,
             policy=policy,
             records=deque(),
         )
@@ -204,30 +205,63 @@ class Rig:
         """One closed loop, on a cold prefix cache unless ``keep_prefixes``. ``hear``: a tally of acceptance
         (costs host time)."""
         self._clear(keep_prefixes)
+        frontend, counts = self._begin(arm)
+        engine = frontend.engine
+        if hear is not None:
+            _listen(engine, hear)
+        loop = Loop(frontend, jobs, concurrency, clock)
+        while not loop.done:
+            loop.turn()
+        engine.drain()
+        if hear is not None:
+            del engine.scheduler.commit  # type: ignore[method-assign]
+        return self._end(arm, jobs, concurrency, loop, counts)
+
+    def in_turns(
+        self,
+        work: Sequence[tuple[Arm, Sequence[Job]]],
+        concurrency: int,
+        slice_: float,
+        clock: Callable[[], float] = time.perf_counter,
+        keep_prefixes: bool = False,
+    ) -> list[Run]:
+        """Closed loops of several arms, ``slice_`` seconds at a time each: see ``loops.in_turns``."""
+        self._clear(keep_prefixes)
+        begun, loops = [self._begin(arm) for arm, _ in work], []
+        for (_, jobs), (frontend, _) in zip(work, begun, strict=True):
+            watch = Stopwatch(clock)
+            loops.append((Loop(frontend, jobs, concurrency, watch), watch))
+        in_turns(loops, slice_)
+        out = []
+        for (arm, jobs), (frontend, counts), (loop, _) in zip(work, begun, loops, strict=True):
+            frontend.engine.drain()
+            out.append(self._end(arm, jobs, concurrency, loop, counts))
+        return out
+
+    def _begin(self, arm: Arm) -> tuple[Frontend, tuple[int, int]]:
+        """The engine of an arm, ready for a run, and what it has counted so far."""
         frontend = self.frontends[arm.name]
         engine = frontend.engine
         if engine.runner.graphs is None:  # a fixed arm must not pay for another arm's survival model
             engine.runner._calibration = None
         if isinstance(engine.scheduler.policy, Adaptive):
             engine.scheduler.policy.changed = True
-        if hear is not None:
-            _listen(engine, hear)
-        preempted = engine.scheduler.stats.preemptions
         engine.records.clear()
-        collected = _full_collections()
-        seconds, window = closed_loop(frontend, jobs, concurrency, clock)
-        engine.drain()
-        if hear is not None:
-            del engine.scheduler.commit  # type: ignore[method-assign]
+        return frontend, (engine.scheduler.stats.preemptions, _full_collections())
+
+    def _end(
+        self, arm: Arm, jobs: Sequence[Job], concurrency: int, loop: Loop, counts: tuple[int, int]
+    ) -> Run:
+        engine = self.frontends[arm.name].engine
         return _summary(
             arm.name,
             jobs,
             concurrency,
-            seconds,
-            window,
+            loop.seconds,
+            loop.window,
             list(engine.records),
-            engine.scheduler.stats.preemptions - preempted,
-            _full_collections() - collected,
+            engine.scheduler.stats.preemptions - counts[0],
+            _full_collections() - counts[1],
         )
 
 
@@ -241,49 +275,6 @@ def without_drafter(engine: Engine) -> Runner:
     if engine.runner.graphs is not None:
         record_graphs(twin, replace(engine.config, speculative=None), engine.max_model_len)
     return twin
-
-
-def closed_loop(
-    frontend: Frontend, jobs: Sequence[Job], concurrency: int, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, Window]:
-    """``concurrency`` requests at a time, a new one as soon as one ends.
-
-    Returns (seconds until the last answer ended, the first decode phase with all places taken).
-    """
-    queue: deque[Job] = deque(jobs)
-    open_: dict[int, Job] = {}
-    full, seen = min(concurrency, len(jobs)), 0
-    window, from_ = Window(), (0, 0.0)  # from_: tokens and time when the last of the first requests had begun
-    longest = 0.0
-    begun = now = clock()
-    while queue or open_:
-        while queue and len(open_) < concurrency:
-            job = queue.popleft()
-            (answer,) = frontend.add(job.ids, job.params)
-            open_[answer.request_id] = job
-            job.sent, job.first = clock() - begun, 0.0
-        before = clock()
-        updates = frontend.step()
-        if from_[1]:
-            longest = max(longest, clock() - before)
-        for answer in updates:
-            now = clock()
-            job = open_[answer.request_id]
-            seen += len(answer.ids) - job.heard
-            job.heard = len(answer.ids)
-            if answer.ids and not job.first:
-                job.first = now - begun
-                full -= 1
-                if not full:
-                    from_ = seen, now
-            if answer.finish is not None:
-                if answer.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-                    raise RuntimeError(f"sweep: a request ended as {answer.finish.value}: {answer.error}")
-                job.last, job.output = now - begun, tuple(answer.ids)
-                del open_[answer.request_id]
-                if from_[1] and not window.seconds:
-                    window = Window(seen - from_[0], now - from_[1], longest)
-    return now - begun, window
 
 
 def _full_collections() -> int:

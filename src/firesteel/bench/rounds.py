@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from firesteel.bench.acceptance import Tally
-from firesteel.bench.arms import ADAPTIVE, Arm, Job, Rig, Run, parse_arms
+from firesteel.bench.arms import ADAPTIVE, Arm, Rig, Run, parse_arms
+from firesteel.bench.loops import Job
 from firesteel.bench.pairing import Ratio, judge, overall, percentiles
 from firesteel.bench.readers import RequestSet, encode_all, seed_of
 from firesteel.bench.report import environment
@@ -47,6 +48,7 @@ class Plan:
     prefix_caching: bool = True
     keep_prefixes: bool = False  # a prompt runs once at a point, unmeasured, and is in the cache from then on
     phase: str = "all"  # "decode": arms are judged by the time in which all requests decode
+    slice: float | None = None  # seconds of an arm's turn within a round; None: whole rounds
     clock: str = "wall"  # "cpu": seconds this process ran, for one thread on a shared machine
     acceptance: str = "coupled"
     simulated: dict[str, Any] | None = None  # fields of SimulatedAcceptance
@@ -62,6 +64,8 @@ class Plan:
             )
         if self.seconds is not None and not self.seconds > 0:
             raise ParameterError(f"seconds={self.seconds}: expected a number above 0, or none for all rounds")
+        if self.slice is not None and not self.slice > 0:
+            raise ParameterError(f"slice={self.slice}: expected seconds above 0, or none for whole rounds")
         if self.phase not in PHASES:
             raise ParameterError(f"phase={self.phase!r}: expected one of {', '.join(PHASES)}")
         if self.keep_prefixes and not self.prefix_caching:
@@ -102,7 +106,7 @@ class Sweep:
         width = 1 + max(a.width for a in self.arms)
         settings = {"max_num_seqs": most, "max_num_batched_tokens": max(most * width, 512)}
         settings |= {"prefix_caching": plan.prefix_caching} | plan.engine
-        self.rig = Rig(model, self.arms, spec, **settings)
+        self.rig = Rig(model, self.arms, spec, plan.slice is not None, **settings)
         self.prompts = encode_all(self.rig.llm, requests.asks, plan.max_tokens)
 
     def jobs(self, first: int, count: int, offset: int = 0) -> list[Job]:
@@ -128,24 +132,14 @@ class Sweep:
         plan, count = self.plan, self.plan.per_round(concurrency)
         self.rig.start()
         tally = self._warm_up(concurrency, tick)
-        clock = CLOCKS[plan.clock]
         runs: dict[str, list[Run]] = {arm.name: [] for arm in self.arms}
         known: set[tuple[int, ...]] = set()
         for r in range(plan.rounds):
             begun = time.monotonic()
             if plan.keep_prefixes:
                 self._cache(self.jobs(r * count, count), concurrency, known)
-            for arm in self._order(r):
-                tick(f"{concurrency} at once, round {r + 1}, {arm.name}")
-                runs[arm.name].append(
-                    self.rig.run(
-                        arm,
-                        self.jobs(r * count, count),
-                        concurrency,
-                        clock=clock,
-                        keep_prefixes=plan.keep_prefixes,
-                    )
-                )
+            for run in self._round(r, count, concurrency, tick):
+                runs[run.arm].append(run)
             now = time.monotonic()
             if r >= 1 and 2 * now - begun > until:
                 break
@@ -166,12 +160,29 @@ class Sweep:
             out["reliability"] = learned.calibrator.quality()
         return out
 
+    def _round(self, turn: int, count: int, concurrency: int, tick: Callable[[str], None]) -> Iterator[Run]:
+        """All arms on the jobs of one round: one behind the other, or in turns."""
+        plan, order = self.plan, self._order(turn)
+        clock, keep, said = CLOCKS[plan.clock], plan.keep_prefixes, f"{concurrency} at once, round {turn + 1}"
+        work = [(arm, self.jobs(turn * count, count)) for arm in order]
+        if plan.slice is not None:
+            yield from self.rig.in_turns(work, concurrency, plan.slice, clock, keep)
+            for _ in order:
+                tick(said)
+            return
+        for arm, jobs in work:
+            tick(f"{said}, {arm.name}")
+            yield self.rig.run(arm, jobs, concurrency, clock=clock, keep_prefixes=keep)
+
     def _cache(self, jobs: Sequence[Job], concurrency: int, known: set[tuple[int, ...]]) -> None:
         """Run the prompts that are not ``known``, for one token each: else the first arm of a round pays for them."""
         new = {tuple(j.ids): j for j in jobs if tuple(j.ids) not in known}
         once = [Job(j.ids, replace(j.params, max_tokens=1)) for j in new.values()]
-        if once:
-            self.rig.run(self.arms[0], once, concurrency, keep_prefixes=True)
+        for arm in (
+            self.arms if self.plan.slice is not None else self.arms[:1]
+        ):  # each has a cache, or all one
+            if once:
+                self.rig.run(arm, [replace(j) for j in once], concurrency, keep_prefixes=True)
         known |= set(new)
 
     def _order(self, turn: int) -> list[Arm]:
@@ -317,8 +328,13 @@ def _result(
             "domains": requests.domains(),
             "prompt_tokens": percentiles([float(len(p)) for p in work.prompts]),
         },
-        "arrangement": "one process, weights loaded once, one engine object per arm and point over shared weights, "
-        "pages and slots; the arm 'none' runs without drafter; prefix cache emptied before every run",
+        "arrangement": "one process, weights loaded once, one engine object per arm and point over shared weights"
+        + (
+            ", pages and slots"
+            if plan.slice is None
+            else "; pages and slots apart; arms run in turns of a slice"
+        )
+        + "; the arm 'none' runs without drafter; prefix cache emptied before every run",
         "notes": list(work.rig.llm.notes),
         "cost_table": work.rig.cost_table,
         "points": points,

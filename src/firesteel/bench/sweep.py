@@ -197,6 +197,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=int, default=1, help="CPU threads of one op")
     p.add_argument("--pin", default="auto", help="CPU to run on: a number, auto (the last allowed) or none")
     p.add_argument(
+        "--slice",
+        type=float,
+        default=None,
+        metavar="S",
+        help="arms of a round run in turns of S seconds, the one furthest behind next (CPU only): for a machine "
+        "whose speed changes (default: one arm behind the other)",
+    )
+    p.add_argument(
         "--clock", default="wall", choices=tuple(CLOCKS), help="cpu: count this process's own seconds"
     )
     p.add_argument(
@@ -237,6 +245,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         prefix_caching=not args.no_prefix_caching,
         keep_prefixes=args.keep_prefixes,
         phase=args.phase,
+        slice=args.slice,
         clock=args.clock,
         acceptance=args.acceptance,
         simulated=simulated,

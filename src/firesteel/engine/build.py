@@ -144,19 +144,8 @@ def assemble(
 ) -> Built:
     """The engine around loaded weights; ``folder`` may hold a tokenizer and a calibration file."""
     device, length = target.weights.embed.device, model_length(config, settings)
-    slots, gamma = settings.slots, settings.gamma
-    stages = len(drafter.weights.stages) if drafter is not None else 0
-    pages = page_count(config, settings, length)
-    memory = Memory(config, slots, length, pages, gamma, device, stages, target.ops.cache)
-    runner = Runner(
-        target,
-        memory,
-        Slots(slots + 1, config.vocab_size, length, gamma, device),
-        SyncGuard(settings.debug_sync, device),
-        drafter,
-        settings.speculative,
-        settings.debug_poison,
-    )
+    runner = make_runner(config, settings, target, drafter, length)
+    memory = runner.memory
     if device.type == "cpu":
         notes.append("graphs not used: there is no launch to save on a CPU")
     elif not settings.graphs:
@@ -176,6 +165,25 @@ def assemble(
     eos = tuple(dict.fromkeys((config.eos_token_id, *(tokenizer.stop_token_ids if tokenizer else ()))))
     engine = Engine(settings, config.vocab_size, length, eos, memory, runner, cache, policy)
     return Built(engine, config, tokenizer, folder, tuple(notes))
+
+
+def make_runner(
+    config: V4Config, settings: EngineConfig, target: Target, drafter: Drafter | None, length: int
+) -> Runner:
+    """A runner over loaded weights with pages and slots of its own; requests of at most ``length`` tokens."""
+    device = target.weights.embed.device
+    slots, gamma = settings.slots, settings.gamma
+    stages = len(drafter.weights.stages) if drafter is not None else 0
+    pages = page_count(config, settings, length)
+    return Runner(
+        target,
+        Memory(config, slots, length, pages, gamma, device, stages, target.ops.cache),
+        Slots(slots + 1, config.vocab_size, length, gamma, device),
+        SyncGuard(settings.debug_sync, device),
+        drafter,
+        settings.speculative,
+        settings.debug_poison,
+    )
 
 
 def check_drafter(checkpoint: Checkpoint, config: V4Config, settings: SpeculativeConfig, length: int) -> None:

@@ -1,0 +1,134 @@
+"""Closed loops: the client of a sweep, alone or several in turns on one machine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from firesteel.config import SamplingParams
+from firesteel.core import FinishReason
+from firesteel.engine.frontend import Frontend
+
+
+@dataclass
+class Job:
+    """One request of a run and what the client saw of it (seconds since the run began)."""
+
+    ids: list[int]
+    params: SamplingParams
+    sent: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    heard: int = 0  # tokens so far
+    output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a closed loop did while all of its requests decoded and none had ended: no prompt, no run-down."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    longest_turn: float = 0.0  # seconds of the longest turn of the loop in it: a stall shows here
+
+
+class Stopwatch:
+    """Seconds of a clock, less those for which it was stopped; stopped when made."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock, self._sum = clock, 0.0
+        self._since: float | None = None
+
+    def __call__(self) -> float:
+        """Seconds so far."""
+        return self._sum + (self._clock() - self._since if self._since is not None else 0.0)
+
+    def go(self) -> None:
+        """Count from here on."""
+        assert self._since is None, "it runs"
+        self._since = self._clock()
+
+    def stop(self) -> None:
+        """Count no further."""
+        self._sum, self._since = self(), None
+
+
+class Loop:
+    """``concurrency`` requests at a time, a new one as soon as one ends; ``turn`` by ``turn``."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        jobs: Sequence[Job],
+        concurrency: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._frontend, self._clock, self._concurrency = frontend, clock, concurrency
+        self._queue: deque[Job] = deque(jobs)
+        self._open: dict[int, Job] = {}
+        self._full = min(concurrency, len(jobs))  # requests that have yet to begin before all decode
+        self._from = (0, 0.0)  # tokens and time when the last of the first requests had begun
+        self._longest = 0.0
+        self._begun = self._now = clock()
+        self.seen = 0  # tokens
+        self.window = Window()  # the first decode phase with all places taken
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer has ended."""
+        return not (self._queue or self._open)
+
+    @property
+    def seconds(self) -> float:
+        """Until the last answer ended."""
+        return self._now - self._begun
+
+    def turn(self) -> None:
+        """Send what there is room for, and one step."""
+        clock = self._clock
+        while self._queue and len(self._open) < self._concurrency:
+            job = self._queue.popleft()
+            (answer,) = self._frontend.add(job.ids, job.params)
+            self._open[answer.request_id] = job
+            job.sent, job.first = clock() - self._begun, 0.0
+        before = clock()
+        updates = self._frontend.step()
+        if self._from[1]:
+            self._longest = max(self._longest, clock() - before)
+        for answer in updates:
+            self._now = now = clock()
+            job = self._open[answer.request_id]
+            self.seen += len(answer.ids) - job.heard
+            job.heard = len(answer.ids)
+            if answer.ids and not job.first:
+                job.first = now - self._begun
+                self._full -= 1
+                if not self._full:
+                    self._from = self.seen, now
+            if answer.finish is not None:
+                if answer.finish not in (FinishReason.STOP, FinishReason.LENGTH):
+                    raise RuntimeError(f"sweep: a request ended as {answer.finish.value}: {answer.error}")
+                job.last, job.output = now - self._begun, tuple(answer.ids)
+                del self._open[answer.request_id]
+                if self._from[1] and not self.window.seconds:
+                    self.window = Window(self.seen - self._from[0], now - self._from[1], self._longest)
+
+
+def in_turns(loops: Sequence[tuple[Loop, Stopwatch]], seconds: float) -> None:
+    """Run all loops to their ends: the one with the fewest tokens goes on for ``seconds``, and again.
+
+    Each has a clock of its own, which stands still while others run. All write
+    the same tokens at about the same moments, so whatever slows the machine
+    down for longer than a turn slows all of them down alike.
+    """
+    while rest := [(loop.seen, watch(), i) for i, (loop, watch) in enumerate(loops) if not loop.done]:
+        loop, watch = loops[min(rest)[2]]
+        watch.go()
+        until = watch() + seconds
+        while not loop.done:
+            loop.turn()
+            if watch() >= until:
+                break
+        watch.stop()
