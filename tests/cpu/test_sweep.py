@@ -444,3 +444,37 @@ def test_eval_shots() -> None:
         ("assistant", "#### 1"),
         ("user", "q3"),
     ]
+
+
+def test_arms_in_turns(model: str, requests: RequestSet) -> None:
+    """Same tokens, checks and results as with whole rounds; nothing is shared but the weights."""
+    work = Sweep(model, requests, plan(slice=0.002, concurrency=(3,)))
+    (point,) = work.run()
+    checks = point["checks"]
+    assert checks["identical_texts"] and checks["client_equals_server_tokens"]
+    whole = sweep(model, requests, plan(concurrency=(3,)))["points"][0]
+    for name, arm in point["arms"].items():
+        assert arm["tokens"] == whole["arms"][name]["tokens"]
+        assert arm["steps"] == whole["arms"][name]["steps"] or name == "adaptive"
+    runners = [f.engine.runner for f in work.rig.frontends.values()]
+    assert len({id(r.memory) for r in runners}) == len(runners)
+    assert len({id(r.slots.state) for r in runners}) == len(runners)
+    assert len({id(r.target.weights) for r in runners}) == 1
+    assert work.rig.frontends["none"].engine.runner.drafter is None
+    assert len({id(f.engine.cache) for f in work.rig.frontends.values()}) == len(runners)
+    for runner in runners:
+        runner.memory.check()
+
+
+def test_arms_in_turns_know_prompts(model: str, requests: RequestSet) -> None:
+    """With ``keep_prefixes`` each cache has the prompts before the first round."""
+    work = Sweep(model, requests, plan(slice=0.002, concurrency=(2,), keep_prefixes=True, warmups=0))
+    (point,) = work.run()
+    assert point["checks"]["identical_texts"]
+    hits = {name: vars(f.engine.cache.stats) for name, f in work.rig.frontends.items() if f.engine.cache}
+    assert len(hits) == 4 and len({str(h) for h in hits.values()}) == 1, "all caches saw the same"
+
+
+def test_a_slice_must_be_a_time() -> None:
+    with pytest.raises(ParameterError, match="slice"):
+        plan(slice=0.0)

@@ -97,6 +97,7 @@ class Loop:
         updates = self._frontend.step()
         if self._from[1]:
             self._longest = max(self._longest, clock() - before)
+        ended = False
         for answer in updates:
             self._now = now = clock()
             job = self._open[answer.request_id]
@@ -105,15 +106,16 @@ class Loop:
             if answer.ids and not job.first:
                 job.first = now - self._begun
                 self._full -= 1
-                if not self._full:
-                    self._from = self.seen, now
             if answer.finish is not None:
                 if answer.finish not in (FinishReason.STOP, FinishReason.LENGTH):
                     raise RuntimeError(f"sweep: a request ended as {answer.finish.value}: {answer.error}")
                 job.last, job.output = now - self._begun, tuple(answer.ids)
                 del self._open[answer.request_id]
-                if self._from[1] and not self.window.seconds:
-                    self.window = Window(self.seen - self._from[0], now - self._from[1], self._longest)
+                ended = True
+        if self._from[1] and ended and not self.window.seconds:  # with all that this step brought
+            self.window = Window(self.seen - self._from[0], self._now - self._from[1], self._longest)
+        if not (self._full or self._from[1]):
+            self._from = self.seen, self._now
 
 
 def in_turns(loops: Sequence[tuple[Loop, Stopwatch]], seconds: float) -> None:
