@@ -140,3 +140,25 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
         with pytest.raises(ParameterError, match=r"choose another file|name a file"):
             profile.main(["--model", str(tmp_path / "none"), "--out", str(nowhere)])
     assert simulate.parser().prog == "firesteel simulate"
+
+
+@pytest.mark.parametrize("clock", ["wall", "steady"])
+def test_check_against_the_real_engine(tmp_path: Path, clock: str) -> None:
+    """Without a model behind it the engine takes exactly the steps that it takes with one."""
+    config = tiny_config(
+        num_hidden_layers=1,
+        compress_ratios=(0,),
+        num_hash_layers=0,
+        dspark=DSparkConfig(block_size=2, noise_token_id=259, target_layer_ids=(0,), markov_rank=8, stages=1),
+        mtp_stages=1,
+    )
+    model, out = write_random(tmp_path / "model", config, 3), tmp_path / "check.json"
+    argv = ["simulate", "--check", "--model", str(model), "--clock", clock, "--k", "2", "--arms", "none,K=2"]
+    argv += ["--concurrency", "2", "--prompt", "8", "--output", "12", "--rounds", "1", "--json", str(out)]
+    assert main(argv) == 0
+    result = json.loads(out.read_text())
+    assert result["clock"] == clock and (result["slowness"] is None) is (clock == "wall")
+    assert [p["arm"] for p in result["points"]] == ["none", "K=2"]
+    for point in result["points"]:
+        assert point["steps_predicted"] == point["steps_measured"] > 0
+        assert point["predicted"] > 0 and point["measured"] > 0

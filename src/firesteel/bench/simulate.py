@@ -26,6 +26,7 @@ from rich.table import Table
 
 from firesteel.bench.hollow import VOCAB, hollow_engine
 from firesteel.bench.report import environment, write_json
+from firesteel.bench.steady import Steady, gauge_of
 from firesteel.bench.virtual import tables
 from firesteel.config import EngineConfig, ParameterError, SamplingParams, SimulatedAcceptance
 from firesteel.engine.build import FILE_TRUST
@@ -36,6 +37,7 @@ from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
 from firesteel.speculation.survival import Calibrator
 
 TRUST = FILE_TRUST
+CLOCKS = ("wall", "cpu", "steady")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Wall:
     def wait(self, until: float) -> None:
         """Let time pass."""
         if self.own:
-            raise ParameterError("trace: arrivals need real time; leave --cpu-time out")
+            raise ParameterError("trace: arrivals need real time; leave --clock out")
         time.sleep(max(until - self.now(), 0.0))
 
 
@@ -143,7 +145,7 @@ class _Span:
 
 
 def drive(
-    engine: Engine, work: Sequence[Request], concurrency: int, clock: Wall | Virtual, seed: int = 0
+    engine: Engine, work: Sequence[Request], concurrency: int, clock: Wall | Steady | Virtual, seed: int = 0
 ) -> tuple[list[_Span], float]:
     """Run ``work``, at most ``concurrency`` requests at a time; (times of requests, seconds in all)."""
     rng, queue = random.Random(seed), list(reversed(work))
@@ -177,7 +179,7 @@ def run_arm(
     arm: str,
     work: Sequence[Request],
     concurrency: int,
-    clock: Wall | CostTable,
+    clock: Wall | Steady | CostTable,
     host_ms: float = 0.0,
 ) -> Outcome:
     """One arm on an idle engine; with a cost table as the clock each step takes ``host_ms`` more."""
@@ -285,12 +287,12 @@ def check(
     levels: Sequence[int],
     work: Callable[[int], Sequence[Request]],
     rounds: int,
-    cpu_time: bool,
+    kind: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Profile this machine, predict, run the real engine, compare; fixed seeds, acceptance drawn in both.
 
-    ``rounds``: how often the real engine runs each point, arms in turn; the median counts.
+    ``rounds``: how often the real engine runs each point, arms in turn; the median counts. ``kind``: one of CLOCKS.
     """
     from firesteel.engine.llm import LLM
     from firesteel.engine.profile import Profiler
@@ -308,8 +310,10 @@ def check(
             )
         },
     )
-    engine, clock = llm.engine, Wall(cpu_time)
-    engine.runner.timer = clock.now
+    engine = llm.engine
+    clock = Steady(gauge_of(llm, setup.gamma)) if kind == "steady" else Wall(kind == "cpu")
+    if kind != "wall":
+        engine.runner.timer = clock.now
     table = Profiler(engine.runner, setup.gamma, setup.rows, llm.engine.max_model_len).run(say)
     setup = replace(setup, table=table)
     real: dict[tuple[str, int], list[Outcome]] = {}
@@ -321,6 +325,7 @@ def check(
                     run_arm(engine, setup.policy(arm), arm, work(c), c, clock)
                 )
     out = []
+    slowness = clock.slowness if isinstance(clock, Steady) else None
     hollow = hollow_engine(setup.settings())
     hollow.runner.timer = clock.now
     for (arm, c), runs in real.items():
@@ -342,7 +347,7 @@ def check(
                 "steps_measured": middle.steps,
             }
         )
-    return {"table": table.to_json(), "rounds": rounds, "cpu_time": cpu_time, "points": out}
+    return {"table": table.to_json(), "rounds": rounds, "clock": kind, "slowness": slowness, "points": out}
 
 
 # ---- command ----------------------------------------------------------------------------------
@@ -371,7 +376,12 @@ def parser() -> argparse.ArgumentParser:
         "--model", default=None, help="with --check: checkpoint folder (default: the bundled model)"
     )
     p.add_argument("--rounds", type=int, default=3, help="with --check: runs of each point")
-    p.add_argument("--cpu-time", action="store_true", help="with --check: count this process's CPU time only")
+    p.add_argument(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="with --check, cpu: this process's CPU time; steady: what the machine gets done, where others use it too",
+    )
     p.add_argument("--json", default=None, metavar="FILE", help="write the result here")
     return p
 
@@ -409,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if args.check:
         result |= check(
-            args.model, setup, arms, levels, work, args.rounds, args.cpu_time, lambda s: console.log(s)
+            args.model, setup, arms, levels, work, args.rounds, args.clock, lambda s: console.log(s)
         )
         shown = Table("arm", "C", "predicted tok/s", "measured tok/s", "ratio", "steps")
         for p in result["points"]:
