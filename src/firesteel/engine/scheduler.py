@@ -32,7 +32,8 @@ from firesteel.speculation.policy import (
 
 NO_DRAFTING = Drafting(frozenset(), 0, "speculation off")
 STOPPED = 1  # by a token
-FINISH = {STOPPED: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
+FAILED = 3  # its logits were none
+FINISH = {STOPPED: FinishReason.STOP, 2: FinishReason.LENGTH, FAILED: FinishReason.ERROR}
 
 
 class Scheduler:
@@ -463,7 +464,11 @@ class Scheduler:
         drafted = len(plan.drafting), plan.draft_width
         self.policy.learn(
             proposed,
-            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
+            [
+                Verified.of(g.request_id, g.allowed, g.accepted, len(g.tokens), g.finished != 0)
+                for g in groups
+                if g.finished != FAILED
+            ],
             Timing(
                 plan.rows,
                 plan.predicted_ms,
@@ -475,7 +480,6 @@ class Scheduler:
                 *self._said,
             ),
         )
-
         self._said = [0, 0]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
