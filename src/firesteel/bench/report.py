@@ -68,6 +68,13 @@ def place_for(path: str | Path) -> Path:
 
 
 def write_json(result: dict[str, Any], path: str | Path | None) -> None:
-    """Store a result for comparison; None stores nothing."""
-    if path is not None:
-        place_for(path).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    """Store a result for comparison; None stores nothing. Who stops it in the middle keeps the file of before."""
+    if path is None:
+        return
+    file, text = place_for(path), json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    if file.exists() and not file.is_file():  # a pipe or a terminal
+        file.write_text(text)
+        return
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.replace(file)
