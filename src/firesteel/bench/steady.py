@@ -17,7 +17,7 @@ from firesteel.engine.build import make_runner
 from firesteel.engine.llm import LLM
 from firesteel.engine.profile import Profiler
 
-EVERY = 0.04  # seconds between looks at the machine's speed
+EVERY = 0.3  # seconds between looks at the machine's speed: the step behind each finds colder caches
 FIRST = 25  # looks that say what is usual
 ROWS, CONTEXT = 4, 64  # of the fixed step
 
