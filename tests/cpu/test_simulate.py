@@ -111,7 +111,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert "firesteel: " in capsys.readouterr().err
 
 
-def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
+def one_layer(folder: Path) -> Path:
+    """A checkpoint of one layer with a drafter of one stage."""
     config = tiny_config(
         num_hidden_layers=1,
         compress_ratios=(0,),
@@ -119,7 +120,11 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
         dspark=DSparkConfig(block_size=2, noise_token_id=259, target_layer_ids=(0,), markov_rank=8, stages=1),
         mtp_stages=1,
     )
-    model, out = write_random(tmp_path / "model", config, 3), tmp_path / "new" / "cost.json"
+    return write_random(folder / "model", config, 3)
+
+
+def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
+    model, out = one_layer(tmp_path), tmp_path / "new" / "cost.json"
     common = ["--max-num-seqs", "2", "--max-model-len", "96", "--k", "2"]
     assert (
         profile.main(["--model", str(model), *common, "--max-num-batched-tokens", "8", "--out", str(out)])
@@ -145,14 +150,7 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clock", ["wall", "steady"])
 def test_check_against_the_real_engine(tmp_path: Path, clock: str) -> None:
     """Without a model behind it the engine takes exactly the steps that it takes with one."""
-    config = tiny_config(
-        num_hidden_layers=1,
-        compress_ratios=(0,),
-        num_hash_layers=0,
-        dspark=DSparkConfig(block_size=2, noise_token_id=259, target_layer_ids=(0,), markov_rank=8, stages=1),
-        mtp_stages=1,
-    )
-    model, out = write_random(tmp_path / "model", config, 3), tmp_path / "check.json"
+    model, out = one_layer(tmp_path), tmp_path / "check.json"
     argv = ["simulate", "--check", "--model", str(model), "--clock", clock, "--k", "2", "--arms", "none,K=2"]
     argv += ["--concurrency", "2", "--prompt", "8", "--output", "12", "--rounds", "1", "--json", str(out)]
     assert main(argv) == 0
