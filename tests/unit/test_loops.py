@@ -130,3 +130,13 @@ def test_an_answer_that_fails_is_an_error() -> None:
         answer.finish, answer.error = FinishReason.ERROR, "poisoned"
     with pytest.raises(RuntimeError, match="poisoned"):
         loop.turn()
+
+
+def test_no_window_where_an_answer_ends_before_all_decode() -> None:
+    machine = Machine()
+    for lengths, tokens in (((9, 9), 16), ((1, 9), 0)):  # the second one's place is taken by a prompt
+        work = [Job([1], SamplingParams(max_tokens=n)) for n in (*lengths, 5)]
+        loop = Loop(Frontend(machine, 0.1, 1, [], 0), work, 2, machine)  # type: ignore[arg-type]
+        while not loop.done:
+            loop.turn()
+        assert loop.window.tokens == tokens

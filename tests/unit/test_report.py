@@ -27,7 +27,7 @@ def test_a_result_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         patch.setattr(Path, "write_text", torn)
         with pytest.raises(KeyboardInterrupt):
             write_json({"a": list(range(100))}, file)
-    assert json.loads(file.read_text()) == {"a": "ä"}
+    assert json.loads(file.read_text()) == {"a": "ä"} and os.listdir(file.parent) == ["r.json"]
     write_json({"b": 2}, file)
     assert json.loads(file.read_text()) == {"b": 2} and os.listdir(file.parent) == ["r.json"]
 
@@ -43,3 +43,12 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="a folder"):
         write_json({}, tmp_path)
     write_json({}, None)
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """/dev/stdout is a link to what a shell writes to."""
+    file, link = tmp_path / "real.json", tmp_path / "link"
+    file.write_text("old")
+    link.symlink_to(file)
+    write_json({"a": 1}, link)
+    assert link.is_symlink() and json.loads(file.read_text()) == {"a": 1}

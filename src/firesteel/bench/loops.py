@@ -71,6 +71,7 @@ class Loop:
         self._full = min(concurrency, len(jobs))  # requests that have yet to begin before all decode
         self._from = (0, 0.0)  # tokens and time when the last of the first requests had begun
         self._longest = 0.0
+        self._spoiled = False  # an answer ended before all had begun: a prompt takes its place
         self._begun = self._now = clock()
         self.seen = 0  # tokens
         self.window = Window()  # the first decode phase with all places taken
@@ -112,9 +113,10 @@ class Loop:
                 job.last, job.output = now - self._begun, tuple(answer.ids)
                 del self._open[answer.request_id]
                 ended = True
+        self._spoiled |= ended and not self._from[1]
         if self._from[1] and ended and not self.window.seconds:  # with all that this step brought
             self.window = Window(self.seen - self._from[0], self._now - self._from[1], self._longest)
-        if not (self._full or self._from[1]):
+        if not (self._full or self._from[1] or self._spoiled):
             self._from = self.seen, self._now
 
 

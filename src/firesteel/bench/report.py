@@ -72,9 +72,13 @@ def write_json(result: dict[str, Any], path: str | Path | None) -> None:
     if path is None:
         return
     file, text = place_for(path), json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    if file.exists() and not file.is_file():  # a pipe or a terminal
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe
         file.write_text(text)
         return
     part = file.with_name(f"{file.name}.part")
-    part.write_text(text)
-    part.replace(file)
+    try:
+        part.write_text(text)
+        part.replace(file)
+    except BaseException:  # an interrupt, too
+        part.unlink(missing_ok=True)
+        raise
