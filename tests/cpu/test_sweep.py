@@ -478,3 +478,8 @@ def test_arms_in_turns_know_prompts(model: str, requests: RequestSet) -> None:
 def test_a_slice_must_be_a_time() -> None:
     with pytest.raises(ParameterError, match="slice"):
         plan(slice=0.0)
+
+
+def test_arms_in_turns_are_refused_on_a_gpu_before_anything_is_loaded() -> None:
+    with pytest.raises(ParameterError, match="leave it out on a GPU"):
+        Rig("no such folder", parse_arms("none,1"), None, True, device="cuda")

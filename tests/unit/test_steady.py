@@ -62,3 +62,19 @@ def test_real_arrivals_need_real_time() -> None:
     machine = Machine()
     with pytest.raises(ParameterError, match="clock wall"):
         Steady(machine.gauge, 1.0, machine).wait(3.0)
+
+
+def test_one_look_that_is_interrupted_counts_for_nothing() -> None:
+    machine, count = Machine(), iter(range(10_000))
+
+    def gauge() -> float:
+        machine.pace = 20.0 if next(count) % 7 == 0 else 1.0
+        took = machine.gauge()
+        machine.pace = 1.0
+        return took
+
+    clock, begun = Steady(gauge, 0.04, machine), machine.now
+    for _ in range(200):
+        machine.work(0.02)
+        clock.now()
+    assert clock.now() == pytest.approx(4.0, abs=1e-6) and machine.now - begun > 4.5

@@ -113,6 +113,9 @@ class Rig:
         """``model``: as for ``geometry.load``; ``speculative``: further fields of SpeculativeConfig;
         ``apart``: pages and slots for every arm, which ``in_turns`` needs; ``settings``: of EngineConfig.
         Raises ParameterError for ``apart`` on a GPU."""
+        apart_on_gpu = "slice: arms in turns need a memory each; leave it out on a GPU"
+        if apart and settings.get("device") == "cuda":  # before weights are loaded
+            raise ParameterError(apart_on_gpu)
         self.arms = tuple(arms)
         gamma = max(a.width for a in arms)
         spec: dict[str, Any] = dict(speculative or {})
@@ -124,7 +127,7 @@ class Rig:
         self.pristine = copy.deepcopy(engine.policy)
         self.homes: dict[str, tuple[Runner, PrefixCache | None]] = {}
         if apart and engine.runner.device.type != "cpu":
-            raise ParameterError("slice: arms in turns need a memory each; leave it out on a GPU")
+            raise ParameterError(apart_on_gpu)
         plain = engine.runner
         if not apart and gamma and any(a.width == 0 for a in arms):
             plain = without_drafter(engine)

@@ -18,7 +18,8 @@ from firesteel.engine.llm import LLM
 from firesteel.engine.profile import Profiler
 
 EVERY = 0.3  # seconds between looks at the machine's speed: the step behind each finds colder caches
-FIRST = 25  # looks that say what is usual
+FIRST = 25  # runs that say what is usual
+RUNS = 3  # of a look: the middle one counts, since a single one may be interrupted
 ROWS, CONTEXT = 4, 64  # of the fixed step
 
 
@@ -46,7 +47,8 @@ class Steady:
         self._wall += at - self._since
         self._since = at
         if at - self._looked > self._every:
-            self._slow, self.looks = self._gauge() / self._usual, self.looks + 1
+            took = statistics.median(self._gauge() for _ in range(RUNS))
+            self._slow, self.looks = took / self._usual, self.looks + 1
             self._since = self._looked = self._clock()
         return self._sum
 

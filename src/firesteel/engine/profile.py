@@ -75,10 +75,15 @@ class Profiler:
             self.runner.timer = clock
 
     def fixed_step(self, rows: int, context: int) -> Callable[[], object]:
-        """A verify step of ``rows`` at ``context`` that can be run again and again; its slots stay taken."""
+        """A verify step of ``rows`` at ``context``, of the same tokens every time; its slots stay taken."""
         self._occupy(context)
         plan = self._verify(rows, context)
-        return lambda: self._once(plan, context)
+
+        def step() -> None:
+            self._gen.manual_seed(0)
+            self._once(plan, context)
+
+        return step
 
     def _measure(self, progress: Callable[[str], None]) -> CostTable:
         contexts = sorted({min(c, self.max_len - self.gamma - 2) for c in (64, 1024)})

@@ -32,8 +32,7 @@ from firesteel.speculation.policy import (
 
 NO_DRAFTING = Drafting(frozenset(), 0, "speculation off")
 STOPPED = 1  # by a token
-FAILED = 3  # its logits were none
-FINISH = {STOPPED: FinishReason.STOP, 2: FinishReason.LENGTH, FAILED: FinishReason.ERROR}
+FINISH = {STOPPED: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.ERROR}
 
 
 class Scheduler:
@@ -464,11 +463,7 @@ class Scheduler:
         drafted = len(plan.drafting), plan.draft_width
         self.policy.learn(
             proposed,
-            [
-                Verified.of(g.request_id, g.allowed, g.accepted, len(g.tokens), g.finished != 0)
-                for g in groups
-                if g.finished != FAILED
-            ],
+            [Verified(g.request_id, g.allowed, g.accepted, g.finished != 0) for g in groups],
             Timing(
                 plan.rows,
                 plan.predicted_ms,
@@ -480,6 +475,7 @@ class Scheduler:
                 *self._said,
             ),
         )
+
         self._said = [0, 0]
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:

@@ -88,7 +88,7 @@ class Lessons:
                 self._meet(DraftBlocks.of(blocks))
         if self._few:
             for v in verified:
-                self._surplus += self._share * v.judged - v.accepted
+                self._surplus += self._share * v.verified - v.accepted
         if self.book.wishes:
             self._clock(step)
         return self._surplus > SURPRISE or len(self._steps) >= self._wait() or self.book.unproven
@@ -166,7 +166,7 @@ class Lessons:
             self._ends[1] += timing.tokens
             for v in verified:
                 self._totals[0] += v.accepted
-                self._totals[1] += v.judged
+                self._totals[1] += v.verified
         if self._totals[1]:
             self._share = self._totals[0] / self._totals[1]
         if self._totals[1] > LATELY:
@@ -189,23 +189,20 @@ class Lessons:
 
     def _take_fates(self, verified: Sequence[Verified]) -> None:
         pending, truth, oldest = self._pending, self._truth, self.recent.oldest
-        for v in verified:
-            request_id, drafts, accepted, _, cut = v
+        for request_id, drafts, accepted, ended in verified:
             waits = pending.pop(request_id, None)
-            if waits is None or not v.judged or waits[0] < oldest:
+            if waits is None or not drafts or ended or waits[0] < oldest:
                 continue
-            known = accepted if cut else min(accepted + 1, drafts, self.gamma)
+            known = min(accepted + 1, drafts, self.gamma)
             hits = min(accepted, known)
             self._fates.append((waits[0], known, hits))
             self._known[known] += 1
             self._hits[hits] += 1
             self._firsts.append(hits > 0)
             got, predicted = truth.get(request_id, (0.0, 0.0))
-            survival = waits[1][:drafts]
-            more = _behind(survival, accepted) if cut else 0.0
             truth[request_id] = (
-                got + accepted + round(more, 2),
-                predicted + round(sum(survival), 2),
+                got + accepted,
+                predicted + round(sum(waits[1][:drafts]), 2),
             )  # not a device's last bits
 
     def _show_fates(self) -> None:
@@ -234,17 +231,6 @@ class Lessons:
     def forget(self, request_id: int) -> None:
         """A request has ended; the book forgets it when it has its last blocks."""
         self._gone.append(request_id)
-
-
-def _behind(survival: Sequence[float], accepted: int) -> float:
-    """Drafts behind the accepted ones that would have been accepted, too, had the answer not ended.
-
-    Leaving such blocks out would leave the unlucky ones among those near an end; counting what is behind as refused
-    would be as wrong.
-    """
-    reached = survival[accepted - 1] if accepted else 1.0
-    behind = survival[accepted:]
-    return min(sum(behind) / max(reached, 1e-6), float(len(behind)))
 
 
 def _at_least(counts: Sequence[int]) -> list[float]:

@@ -118,25 +118,13 @@ class Verified(NamedTuple):
     """What became of one request's drafts in a committed step.
 
     Drafts from the first on that a grammar forbids are left out of ``verified``:
-    that they lost says nothing of the drafter. ``ended``: the answer did, in this
-    step; ``cut``: with the last accepted draft, so nothing is known of those behind it.
+    that they lost says nothing of the drafter.
     """
 
     request_id: int
     verified: int
     accepted: int
     ended: bool
-    cut: bool
-
-    @classmethod
-    def of(cls, request_id: int, verified: int, accepted: int, tokens: int, ended: bool) -> Verified:
-        """``tokens``: emitted; of an answer that ended with its first refusal they are one more than accepted ones."""
-        return cls(request_id, verified, accepted, ended, ended and accepted == tokens)
-
-    @property
-    def judged(self) -> int:
-        """Drafts that might have been accepted."""
-        return self.accepted if self.cut else self.verified
 
 
 class Timing(NamedTuple):
