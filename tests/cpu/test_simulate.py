@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from firesteel.bench.simulate import Request, Setup, load_table, predict, read_t
 from firesteel.bench.virtual import SCENES, tables
 from firesteel.cli import main
 from firesteel.config import ParameterError
+from firesteel.core import StepPlan
+from firesteel.engine.profile import Profiler
 from firesteel.models.deepseek_v4.config import DSparkConfig
 from firesteel.models.deepseek_v4.random_init import tiny_config, write_random
 
@@ -147,16 +150,73 @@ def test_profile_writes_a_table_that_its_engine_takes(tmp_path: Path) -> None:
     assert simulate.parser().prog == "firesteel simulate"
 
 
-@pytest.mark.parametrize("clock", ["wall", "steady"])
-def test_check_against_the_real_engine(tmp_path: Path, clock: str) -> None:
+def test_a_pass_of_the_profile_prices_what_a_profile_prices(tmp_path: Path) -> None:
+    """Its table has the same places, each with its own price; a pass that is broken off leaves no slot taken."""
+    from firesteel import LLM
+
+    llm = LLM(
+        one_layer(tmp_path), max_num_seqs=3, max_model_len=200, speculative={"num_speculative_tokens": 2}
+    )
+    runner, memory = llm.engine.runner, llm.engine.memory
+    free = memory.free_slots
+    profiler = Profiler(runner, 2, 12, 200)
+    whole = profiler.run()
+
+    def price(plan: StepPlan, context: int) -> float:
+        drafting = 7.0 * len(plan.drafting) * (plan.draft_width + 1) if plan.draft_width else 0.0
+        return plan.rows * (1 + context / 1000) + drafting
+
+    profiler._once = price  # type: ignore[method-assign]
+    seen = dict(profiler.pass_over(random.Random(0)))
+    again = dict(profiler.pass_over(random.Random(1)))
+    assert seen == again and list(seen) != list(again)
+    table = profiler.table_of(seen)
+    assert (table.rows, table.requests, table.context) == (whole.rows, whole.requests, whole.context)
+    assert set(table.draft) == set(whole.draft) == {1, 2} and table.fingerprint == whole.fingerprint
+    assert table.step_ms == pytest.approx([r * 1.064 for r in table.rows])
+    for width, prices in table.draft.items():
+        assert prices == pytest.approx([7.0 * n * (width + 1) for n in table.requests])
+    assert table.context_ms == pytest.approx(1.0)
+    rest = profiler.pass_over(random.Random(2))
+    next(rest)
+    assert memory.free_slots < free
+    rest.close()
+    assert memory.free_slots == free
+
+
+def test_check_against_the_real_engine(tmp_path: Path) -> None:
     """Without a model behind it the engine takes exactly the steps that it takes with one."""
     model, out = one_layer(tmp_path), tmp_path / "check.json"
-    argv = ["simulate", "--check", "--model", str(model), "--clock", clock, "--k", "2", "--arms", "none,K=2"]
-    argv += ["--concurrency", "2", "--prompt", "8", "--output", "12", "--rounds", "1", "--json", str(out)]
+    argv = ["simulate", "--check", "--model", str(model), "--k", "2", "--arms", "none,K=2"]
+    argv += ["--concurrency", "2", "--prompt", "8", "--output", "12", "--seconds", "0.1", "--json", str(out)]
     assert main(argv) == 0
     result = json.loads(out.read_text())
-    assert result["clock"] == clock and (result["slowness"] is None) is (clock == "wall")
-    assert [p["arm"] for p in result["points"]] == ["none", "K=2"]
+    assert [p["arm"] for p in result["points"]] == ["none", "K=2"] and result["passes_of_the_profile"] >= 1
     for point in result["points"]:
         assert point["steps_predicted"] == point["steps_measured"] > 0
-        assert point["predicted"] > 0 and point["measured"] > 0
+        assert point["predicted"] > 0 and point["measured"] > 0 and point["runs"] >= 1
+        assert point["host_ms_per_step"] > 0
+        assert point["ratio"] == pytest.approx(point["predicted"] / point["measured"], rel=0.01)
+
+
+def test_check_skips_the_time_between_arrivals(tmp_path: Path) -> None:
+    """Requests an hour apart, and nobody waits; the engine is idle for most of either time."""
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "check.json"
+    trace.write_text("".join(f'{{"prompt": 8, "output": 6, "arrival": {3600 * i}}}\n' for i in range(3)))
+    argv = ["simulate", "--check", "--model", str(one_layer(tmp_path)), "--k", "2", "--arms", "none"]
+    argv += ["--concurrency", "2", "--trace", str(trace), "--seconds", "0.1", "--json", str(out)]
+    assert main(argv) == 0
+    (point,) = json.loads(out.read_text())["points"]
+    assert point["ratio"] == pytest.approx(1.0, abs=1e-3) and point["measured"] == pytest.approx(
+        18 / 7200, abs=0.06
+    )
+
+
+def test_check_names_an_unknown_arm_before_loading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arms, said in (("none,fast", "'fast' is none of"), ("K=9", "raise --k")):
+        assert main(["simulate", "--check", "--model", str(tmp_path / "none"), "--arms", arms]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["simulate", "--check", "--seconds", "0"]) == 2
+    assert "--seconds" in capsys.readouterr().err

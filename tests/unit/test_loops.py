@@ -140,3 +140,18 @@ def test_no_window_where_an_answer_ends_before_all_decode() -> None:
         while not loop.done:
             loop.turn()
         assert loop.window.tokens == tokens
+
+
+def test_a_stopwatch_that_waits_makes_nobody_wait() -> None:
+    machine = Machine(now=10.0)
+    watch = Stopwatch(machine)
+    watch.go()
+    machine.work(1.0)
+    watch.wait(5.0)
+    assert watch() == pytest.approx(5.0) and machine() == pytest.approx(11.0)
+    assert watch.worked == pytest.approx(1.0)
+    watch.wait(2.0)  # that is over
+    watch.stop()
+    machine.work(3.0)
+    watch.go()
+    assert watch() == pytest.approx(5.0) and watch.starts == 2

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from firesteel.config import SamplingParams
 from firesteel.core import FinishReason
@@ -38,7 +39,8 @@ class Stopwatch:
     """Seconds of a clock, less those for which it was stopped; stopped when made."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._sum = clock, 0.0
+        self._clock, self._sum, self.starts = clock, 0.0, 0
+        self._waited = 0.0
         self._since: float | None = None
 
     def __call__(self) -> float:
@@ -48,11 +50,21 @@ class Stopwatch:
     def go(self) -> None:
         """Count from here on."""
         assert self._since is None, "it runs"
-        self._since = self._clock()
+        self._since, self.starts = self._clock(), self.starts + 1
 
     def stop(self) -> None:
         """Count no further."""
         self._sum, self._since = self(), None
+
+    def wait(self, until: float) -> None:
+        """Let time pass without anybody waiting for it."""
+        more = max(until - self(), 0.0)
+        self._sum, self._waited = self._sum + more, self._waited + more
+
+    @property
+    def worked(self) -> float:
+        """Seconds so far without those of ``wait``."""
+        return self() - self._waited
 
 
 class Loop:
@@ -80,6 +92,11 @@ class Loop:
     def done(self) -> bool:
         """Whether every answer has ended."""
         return not (self._queue or self._open)
+
+    @property
+    def progress(self) -> float:
+        """Tokens."""
+        return self.seen
 
     @property
     def seconds(self) -> float:
@@ -120,14 +137,29 @@ class Loop:
             self._from = self.seen, self._now
 
 
-def in_turns(loops: Sequence[tuple[Loop, Stopwatch]], seconds: float) -> None:
-    """Run all loops to their ends: the one with the fewest tokens goes on for ``seconds``, and again.
+class Turns(Protocol):
+    """What can pause, so that another one goes on."""
 
-    Each has a clock of its own, which stands still while others run. All write
-    the same tokens at about the same moments, so whatever slows the machine
-    down for longer than a turn slows all of them down alike.
+    @property
+    def done(self) -> bool:
+        """Whether it wants no more turns."""
+
+    @property
+    def progress(self) -> float:
+        """Who has least goes on next."""
+
+    def turn(self) -> None:
+        """On to the next pause."""
+
+
+def in_turns(loops: Sequence[tuple[Turns, Stopwatch]], seconds: float) -> None:
+    """Run all loops to their ends: the one with the least progress goes on for ``seconds``, and again.
+
+    Each has a clock of its own, which stands still while others run. All get
+    equally far at about the same moments (of a sweep: in tokens), so whatever
+    slows the machine down for longer than a turn slows all of them down alike.
     """
-    while rest := [(loop.seen, watch(), i) for i, (loop, watch) in enumerate(loops) if not loop.done]:
+    while rest := [(loop.progress, watch(), i) for i, (loop, watch) in enumerate(loops) if not loop.done]:
         loop, watch = loops[min(rest)[2]]
         watch.go()
         until = watch() + seconds

@@ -6,7 +6,7 @@ admission are those of service, acceptance is drawn, time comes from the table
 says so, its arrival times; otherwise C users send a new request as soon as
 the last one ends.
 
-``--check`` runs the real engine beside it, on this machine, and compares.
+``--check`` runs the real engine beside it, on this machine, and compares (``bench.check``).
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import argparse
 import json
 import random
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
 from firesteel.bench.hollow import VOCAB, hollow_engine
 from firesteel.bench.report import environment, write_json
-from firesteel.bench.steady import Steady, gauge_of
 from firesteel.bench.virtual import tables
 from firesteel.config import EngineConfig, ParameterError, SamplingParams, SimulatedAcceptance
 from firesteel.engine.build import FILE_TRUST
@@ -37,7 +35,6 @@ from firesteel.speculation.policy import Adaptive, FixedWidth, Policy
 from firesteel.speculation.survival import Calibrator
 
 TRUST = FILE_TRUST
-CLOCKS = ("wall", "cpu", "steady")
 
 
 @dataclass(frozen=True)
@@ -98,18 +95,13 @@ def synthetic(n: int, prompt: int, output: int, seed: int = 0) -> list[Request]:
     ]
 
 
-class Wall:
-    """Real time, or with ``own`` this process's CPU time, which other processes on the machine do not stretch."""
+class Clock(Protocol):
+    """Seconds when called."""
 
-    def __init__(self, own: bool = False):
-        self.now: Callable[[], float] = time.process_time if own else time.perf_counter
-        self.own = own
+    def __call__(self) -> float: ...
 
     def wait(self, until: float) -> None:
         """Let time pass."""
-        if self.own:
-            raise ParameterError("trace: arrivals need real time; leave --clock out")
-        time.sleep(max(until - self.now(), 0.0))
 
 
 class Virtual:
@@ -119,7 +111,7 @@ class Virtual:
         self.engine, self.host_ms = engine, host_ms
         self._time, self._step = 0.0, 0
 
-    def now(self) -> float:
+    def __call__(self) -> float:
         """Seconds."""
         for record in reversed(self.engine.records):
             if record.step <= self._step:
@@ -145,16 +137,19 @@ class _Span:
 
 
 def drive(
-    engine: Engine, work: Sequence[Request], concurrency: int, clock: Wall | Steady | Virtual, seed: int = 0
-) -> tuple[list[_Span], float]:
-    """Run ``work``, at most ``concurrency`` requests at a time; (times of requests, seconds in all)."""
+    engine: Engine, work: Sequence[Request], concurrency: int, clock: Clock, seed: int = 0
+) -> Generator[None, None, tuple[list[_Span], float]]:
+    """Run ``work``, at most ``concurrency`` requests at a time; pauses behind every step.
+
+    Returns the times of the requests and the seconds in all.
+    """
     rng, queue = random.Random(seed), list(reversed(work))
     spans: dict[int, _Span] = {}
-    begun, open_ = clock.now(), 0
+    begun, open_ = clock(), 0
     while queue or open_:
         while queue and open_ < concurrency:
             due = queue[-1].arrival
-            if due is not None and begun + due > clock.now():
+            if due is not None and begun + due > clock():
                 if open_:
                     break
                 clock.wait(begun + due)
@@ -162,35 +157,28 @@ def drive(
             prompt = tuple(rng.randrange(3, min(engine.vocab_size, VOCAB) - 6) for _ in range(one.prompt))
             params = SamplingParams(max_tokens=one.output, seed=len(spans), ignore_eos=True)
             sequence = engine.add(prompt, params, len(spans))
-            spans[sequence.request_id] = _Span(clock.now() if due is None else begun + due)
+            spans[sequence.request_id] = _Span(clock() if due is None else begun + due)
             open_ += 1
         for update in engine.step():
-            span, span_now = spans[update.request_id], clock.now()
+            span, span_now = spans[update.request_id], clock()
             if update.tokens and span.first < 0:
                 span.first = span_now
             span.last, span.tokens = span_now, span.tokens + len(update.tokens)
             open_ -= update.finish is not None
-    return list(spans.values()), clock.now() - begun
+        yield
+    return list(spans.values()), clock() - begun
 
 
-def run_arm(
-    engine: Engine,
-    policy: Policy,
-    arm: str,
-    work: Sequence[Request],
-    concurrency: int,
-    clock: Wall | Steady | CostTable,
-    host_ms: float = 0.0,
-) -> Outcome:
-    """One arm on an idle engine; with a cost table as the clock each step takes ``host_ms`` more."""
+def pass_through(
+    engine: Engine, policy: Policy, arm: str, work: Sequence[Request], concurrency: int, clock: Clock
+) -> Generator[None, None, Outcome]:
+    """One arm on an idle engine; pauses behind every step."""
     engine.drain()
     engine.records.clear()
     engine.scheduler.policy = policy
-    engine.runner.virtual = CostModel(clock) if isinstance(clock, CostTable) else None
     before = engine.scheduler.stats.preemptions
-    watch = Virtual(engine, host_ms) if isinstance(clock, CostTable) else clock
-    watch.now()  # what was before does not count
-    spans, took = drive(engine, work, concurrency, watch)
+    clock()  # what was before does not count
+    spans, took = yield from drive(engine, work, concurrency, clock)
     steps, tokens = list(engine.records), sum(s.tokens for s in spans)
     speed = [(s.tokens - 1) / max(s.last - s.first, 1e-9) for s in spans if s.tokens > 1 and s.last > s.first]
     return Outcome(
@@ -207,6 +195,26 @@ def run_arm(
     )
 
 
+def run_arm(
+    engine: Engine,
+    policy: Policy,
+    arm: str,
+    work: Sequence[Request],
+    concurrency: int,
+    table: CostTable,
+    host_ms: float = 0.0,
+) -> Outcome:
+    """One arm on an idle engine whose steps take what ``table`` says, and ``host_ms`` more."""
+    engine.runner.virtual = CostModel(table)
+    run = pass_through(engine, policy, arm, work, concurrency, Virtual(engine, host_ms))
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            out: Outcome = end.value
+            return out
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is simulated."""
@@ -218,18 +226,23 @@ class Setup:
     rows: int  # of one step
     length: int  # tokens of one request at most
 
-    def settings(self) -> EngineConfig:
-        """Of the engine, with or without a model."""
-        return EngineConfig.of(
-            max_num_seqs=self.slots,
-            max_num_batched_tokens=self.rows,
-            max_model_len=self.length,
-            prefix_caching=False,
-            speculative={
+    @property
+    def values(self) -> dict[str, Any]:
+        """Settings of the engine by name, with or without a model."""
+        return {
+            "max_num_seqs": self.slots,
+            "max_num_batched_tokens": self.rows,
+            "max_model_len": self.length,
+            "prefix_caching": False,
+            "speculative": {
                 "num_speculative_tokens": self.gamma,
                 "simulated_acceptance": self.acceptance,
             },
-        )
+        }
+
+    def settings(self) -> EngineConfig:
+        """Of the engine."""
+        return EngineConfig.of(**self.values)
 
     def policy(self, arm: str) -> Policy:
         """none, K=n or adaptive."""
@@ -279,77 +292,6 @@ def load_table(name: str, gamma: int) -> CostTable:
     return CostTable.from_json(raw.get("table", raw) if isinstance(raw, dict) else raw)
 
 
-# ---- against the real engine ------------------------------------------------------------------
-def check(
-    model: str | None,
-    setup: Setup,
-    arms: Sequence[str],
-    levels: Sequence[int],
-    work: Callable[[int], Sequence[Request]],
-    rounds: int,
-    kind: str,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Profile this machine, predict, run the real engine, compare; fixed seeds, acceptance drawn in both.
-
-    ``rounds``: how often the real engine runs each point, arms in turn; the median counts. ``kind``: one of CLOCKS.
-    """
-    from firesteel.engine.llm import LLM
-    from firesteel.engine.profile import Profiler
-
-    llm = LLM(
-        model,
-        **{
-            f: getattr(setup.settings(), f)
-            for f in (
-                "max_num_seqs",
-                "max_num_batched_tokens",
-                "max_model_len",
-                "prefix_caching",
-                "speculative",
-            )
-        },
-    )
-    engine = llm.engine
-    clock = Steady(gauge_of(llm, setup.gamma)) if kind == "steady" else Wall(kind == "cpu")
-    if kind != "wall":
-        engine.runner.timer = clock.now
-    table = Profiler(engine.runner, setup.gamma, setup.rows, llm.engine.max_model_len).run(say)
-    setup = replace(setup, table=table)
-    real: dict[tuple[str, int], list[Outcome]] = {}
-    for turn in range(rounds):
-        for c in levels:
-            for arm in arms:
-                say(f"round {turn + 1}: {arm} at {c}")
-                real.setdefault((arm, c), []).append(
-                    run_arm(engine, setup.policy(arm), arm, work(c), c, clock)
-                )
-    out = []
-    slowness = clock.slowness if isinstance(clock, Steady) else None
-    hollow = hollow_engine(setup.settings())
-    hollow.runner.timer = clock.now
-    for (arm, c), runs in real.items():
-        runs.sort(key=lambda o: o.tokens_per_second)
-        middle = runs[len(runs) // 2]
-        first = run_arm(hollow, setup.policy(arm), arm, work(c), c, table)
-        host = sum(r.host_ms for r in hollow.records) / max(first.steps, 1)
-        guess = run_arm(hollow, setup.policy(arm), arm, work(c), c, table, host)
-        out.append(
-            {
-                "arm": arm,
-                "concurrency": c,
-                "predicted": round(guess.tokens_per_second, 1),
-                "measured": round(middle.tokens_per_second, 1),
-                "ratio": round(guess.tokens_per_second / middle.tokens_per_second, 4),
-                "per_user_predicted": round(guess.per_user, 2),
-                "per_user_measured": round(middle.per_user, 2),
-                "steps_predicted": guess.steps,
-                "steps_measured": middle.steps,
-            }
-        )
-    return {"table": table.to_json(), "rounds": rounds, "clock": kind, "slowness": slowness, "points": out}
-
-
 # ---- command ----------------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
     """Options of ``firesteel simulate``."""
@@ -375,13 +317,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", default=None, help="with --check: checkpoint folder (default: the bundled model)"
     )
-    p.add_argument("--rounds", type=int, default=3, help="with --check: runs of each point")
-    p.add_argument(
-        "--clock",
-        default="wall",
-        choices=CLOCKS,
-        help="with --check, cpu: this process's CPU time; steady: what the machine gets done, where others use it too",
-    )
+    p.add_argument("--seconds", type=float, default=20.0, help="with --check: of each point, at least")
     p.add_argument("--json", default=None, metavar="FILE", help="write the result here")
     return p
 
@@ -398,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("requests", "prompt", "output"):
         if getattr(args, name) < 1:
             raise ParameterError(f"--{name}: {getattr(args, name)}: expected an integer from 1 up")
+    if not 0 < args.seconds < float("inf"):
+        raise ParameterError(f"--seconds: {args.seconds}: expected seconds above 0")
     if not 0 <= args.host_ms < float("inf"):
         raise ParameterError(f"--host-ms: {args.host_ms}: expected milliseconds from 0 up")
     try:
@@ -418,9 +356,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     console = Console()
     if args.check:
-        result |= check(
-            args.model, setup, arms, levels, work, args.rounds, args.clock, lambda s: console.log(s)
-        )
+        from firesteel.bench.check import Check
+
+        result |= Check(args.model, setup, arms, levels, work, args.seconds, console.log).run()
         shown = Table("arm", "C", "predicted tok/s", "measured tok/s", "ratio", "steps")
         for p in result["points"]:
             shown.add_row(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +52,22 @@ def _processor(device: torch.device) -> str:
     return next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "unknown cpu")
 
 
+@dataclass(frozen=True)
+class Case:
+    """A step that is priced: ``count`` rows that are verified, or ``count`` requests that draft."""
+
+    kind: str  # "verify" or "draft"
+    context: int
+    count: int
+    width: int = 0  # of drafting; 0 of kind "draft": the same step without
+    verified: int = 0  # width of what a drafting step verifies
+
+    @property
+    def short(self) -> bool:
+        """Whether what it finds in the caches of a CPU decides what it takes."""
+        return self.count <= (WARM if self.kind == "verify" else WARM // 4)
+
+
 class Profiler:
     """Occupies free slots of an idle engine and times steps on them."""
 
@@ -74,22 +92,46 @@ class Profiler:
         finally:
             self.runner.timer = clock
 
-    def fixed_step(self, rows: int, context: int) -> Callable[[], object]:
-        """A verify step of ``rows`` at ``context``, of the same tokens every time; its slots stay taken."""
-        self._occupy(context)
-        plan = self._verify(rows, context)
+    def pass_over(self, order: random.Random) -> Generator[tuple[Case, float], None, None]:
+        """(case, milliseconds) of every step that a table needs, once each, in any ``order``.
 
-        def step() -> None:
-            self._gen.manual_seed(0)
-            self._once(plan, context)
+        For who has other things to run in between; ``table_of`` makes the table. A small step runs twice on a
+        CPU, and the second counts, as in ``run``. The slots are free again when the pass has ended.
+        """
+        cpu, done = self.runner.device.type == "cpu", 0
+        for context in reversed(self._contexts()):
+            self._occupy(context)
+            try:
+                plans = {Case("verify", context, r): p for r, p in self._verify_plans(context).items()}
+                if self.runner.drafter is not None:
+                    drafts = self._draft_plans(context, done)
+                    done = max((n for n, _, _ in drafts), default=done)
+                    plans |= {Case("draft", context, *key): p for key, p in drafts.items()}
+                cases = list(plans)
+                order.shuffle(cases)
+                for case in cases:
+                    if cpu and case.short:
+                        self._once(plans[case], context)
+                    yield case, self._once(plans[case], context)
+            finally:
+                self._leave()
 
-        return step
+    def table_of(self, price: Mapping[Case, float]) -> CostTable:
+        """The table of what the cases of ``pass_over`` take, in milliseconds."""
+        steps = [(c.count, c.context, ms) for c, ms in price.items() if c.kind == "verify"]
+        drafts = [
+            (c.count, c.width, max(ms - price[replace(c, width=0)], 1e-3))
+            for c, ms in price.items()
+            if c.kind == "draft" and c.width
+        ]
+        return self._table(steps, drafts)
 
     def _measure(self, progress: Callable[[str], None]) -> CostTable:
-        contexts = sorted({min(c, self.max_len - self.gamma - 2) for c in (64, 1024)})
         steps: list[tuple[int, int, float]] = []
         drafts: list[tuple[int, int, float]] = []
-        for context in reversed(contexts):  # drafting is priced at the longest that so many requests fit in
+        for context in reversed(
+            self._contexts()
+        ):  # drafting is priced at the longest that so many requests fit in
             self._occupy(context)
             try:
                 steps += [(rows, context, ms) for rows, ms in self._steps(context, progress)]
@@ -97,13 +139,21 @@ class Profiler:
                     drafts += self._drafts(context, max((n for n, _, _ in drafts), default=0), progress)
             finally:
                 self._leave()
-        staircase = (
-            self.runner.graphs is not None
-        )  # a step between two recorded sizes is padded to the larger
         usual = statistics.median(self._usual) if self._usual else 1.0
         steps = [(rows, context, usual * ms) for rows, context, ms in steps]
         drafts = [(n, width, usual * ms) for n, width, ms in drafts]
+        return self._table(steps, drafts)
+
+    def _table(
+        self, steps: Sequence[tuple[int, int, float]], drafts: Sequence[tuple[int, int, float]]
+    ) -> CostTable:
+        staircase = (
+            self.runner.graphs is not None
+        )  # a step between two recorded sizes is padded to the larger
         return from_samples(fingerprint(self.runner, self.gamma), steps, drafts, staircase)
+
+    def _contexts(self) -> list[int]:
+        return sorted({min(c, self.max_len - self.gamma - 2) for c in (64, 1024)})
 
     def _grid(self) -> list[int]:
         most, graphs = min(self.max_rows, len(self.slots) * (1 + self.gamma)), self.runner.graphs
@@ -152,7 +202,7 @@ class Profiler:
         is put on all prices alike. Small ones run twice in a row, and the second counts: caches then hold
         what steps of this kind leave in them.
         """
-        plans = {rows: self._verify(rows, context) for rows in self._grid()}
+        plans = self._verify_plans(context)
         times: dict[int, list[float]] = {rows: [] for rows in plans}
         if self.runner.device.type != "cpu":
             for rows, plan in plans.items():
@@ -190,6 +240,23 @@ class Profiler:
         requests = max(requests, -(-rows // (1 + self.gamma)))
         return self._plan(requests, rows - requests, 0, 0, context)
 
+    def _verify_plans(self, context: int) -> dict[int, StepPlan]:
+        """By rows."""
+        return {rows: self._verify(rows, context) for rows in self._grid()}
+
+    def _draft_plans(self, context: int, done: int) -> dict[tuple[int, int, int], StepPlan]:
+        """By requests (more than ``done``), width of drafting (0: the same step without) and of what is verified."""
+        graphs, most = self.runner.graphs, len(self.slots)
+        counts = [n for n in (ROWS if graphs is None else graphs.plan.requests) if n < most] + [most]
+        widths, cpu = sorted({1, (self.gamma + 1) // 2, self.gamma}), self.runner.device.type == "cpu"
+        plans = {}
+        for n in (n for n in counts if n > done):
+            for w in widths:
+                v = w if cpu and n <= WARM // 4 and n * (1 + w) <= self.max_rows else 0
+                plans[n, w, v] = self._plan(n, n * v, w, n, context)
+                plans[n, 0, v] = self._plan(n, n * v, 0, 0, context)
+        return plans
+
     def _drafts(
         self, context: int, done: int, progress: Callable[[str], None]
     ) -> list[tuple[int, int, float]]:
@@ -198,15 +265,7 @@ class Profiler:
         In turns, and of each the fastest; the first run of each warms up. On a CPU a small step verifies as many
         drafts as are made: what drafting and verifying push out of each other's caches belongs to the price.
         """
-        graphs, most = self.runner.graphs, len(self.slots)
-        counts = [n for n in (ROWS if graphs is None else graphs.plan.requests) if n < most] + [most]
-        widths, cpu = sorted({1, (self.gamma + 1) // 2, self.gamma}), self.runner.device.type == "cpu"
-        plans: dict[tuple[int, int, int], StepPlan] = {}  # requests, width, width of what is verified
-        for n in (n for n in counts if n > done):
-            for w in widths:
-                v = w if cpu and n <= WARM // 4 and n * (1 + w) <= self.max_rows else 0
-                plans[n, w, v] = self._plan(n, n * v, w, n, context)
-                plans[n, 0, v] = self._plan(n, n * v, 0, 0, context)
+        plans, cpu = self._draft_plans(context, done), self.runner.device.type == "cpu"
         best = dict.fromkeys(plans, math.inf)
         for turn in range(TURNS):  # the difference is small against what other programs add to a step
             progress(f"profile: drafting, turn {turn + 1} of {TURNS} at context {context}")
