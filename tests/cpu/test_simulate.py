@@ -167,7 +167,9 @@ def test_a_pass_of_the_profile_prices_what_a_profile_prices(tmp_path: Path) -> N
         return plan.rows * (1 + context / 1000) + drafting
 
     profiler._once = price  # type: ignore[method-assign]
-    seen = dict(profiler.pass_over(random.Random(0)))
+    planned: list[int] = []
+    seen = dict(profiler.pass_over(random.Random(0), lambda: planned.append(1)))
+    assert len(planned) == len(seen), "before each step that counts"
     again = dict(profiler.pass_over(random.Random(1)))
     assert seen == again and list(seen) != list(again)
     table = profiler.table_of(seen)

@@ -31,6 +31,7 @@ from firesteel.engine.loop import Engine
 from firesteel.engine.profile import Case, Profiler
 from firesteel.engine.runner import Handle
 from firesteel.speculation.cost import CostModel, CostTable
+from firesteel.speculation.policy import FixedWidth
 
 SLICE = (
     0.2  # seconds of a turn: long against what its first step finds colder, short against changes of speed
@@ -143,6 +144,7 @@ class Check:
         self.profiler, self.order = profiler, random.Random(0)
         self.samples: list[tuple[int, Case, float]] = []
         self.points = {(arm, c): Point() for c in levels for arm in arms}
+        self._planning = self._plan_on(min(levels))
 
     def run(self) -> dict[str, Any]:
         """Measure, predict, compare; plain values."""
@@ -183,11 +185,17 @@ class Check:
         return Profiler(engine.runner, gamma, self.rows, engine.max_model_len)
 
     def _prices(self, watch: Stopwatch) -> Iterator[None]:
-        """A pass of the profile."""
-        with closing(self.profiler.pass_over(self.order)) as cases:
+        """A pass of the profile; before each step another one is planned, as in service."""
+        with closing(self.profiler.pass_over(self.order, self._planning.__next__)) as cases:
             for case, ms in cases:
                 self.samples.append((watch.starts, case, ms))
                 yield
+
+    def _plan_on(self, c: int) -> Iterator[None]:
+        """Endless steps of an engine without a model."""
+        engine = hollow_engine(self.setup.settings())
+        while True:
+            yield from pass_through(engine, FixedWidth(0), "none", self.work(c), c, Stopwatch())
 
     def _real(self, engine: Engine, arm: str, c: int, point: Point, watch: Stopwatch) -> Iterator[None]:
         """All requests of one point through the engine."""

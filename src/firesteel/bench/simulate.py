@@ -317,7 +317,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", default=None, help="with --check: checkpoint folder (default: the bundled model)"
     )
-    p.add_argument("--seconds", type=float, default=20.0, help="with --check: of each point, at least")
+    p.add_argument("--seconds", type=float, default=30.0, help="with --check: of each point, at least")
     p.add_argument("--json", default=None, metavar="FILE", help="write the result here")
     return p
 

@@ -92,11 +92,14 @@ class Profiler:
         finally:
             self.runner.timer = clock
 
-    def pass_over(self, order: random.Random) -> Generator[tuple[Case, float], None, None]:
+    def pass_over(
+        self, order: random.Random, between: Callable[[], object] = lambda: None
+    ) -> Generator[tuple[Case, float], None, None]:
         """(case, milliseconds) of every step that a table needs, once each, in any ``order``.
 
-        For who has other things to run in between; ``table_of`` makes the table. A small step runs twice on a
-        CPU, and the second counts, as in ``run``. The slots are free again when the pass has ended.
+        For who has other things to run meanwhile; ``table_of`` makes the table. A small step runs twice on a
+        CPU, and the second counts, as in ``run``; ``between`` is called before it, outside of its time, and does
+        what a server does there: planning takes room in the caches. The slots are free again when the pass has ended.
         """
         cpu, done = self.runner.device.type == "cpu", 0
         for context in reversed(self._contexts()):
@@ -112,6 +115,7 @@ class Profiler:
                 for case in cases:
                     if cpu and case.short:
                         self._once(plans[case], context)
+                    between()
                     yield case, self._once(plans[case], context)
             finally:
                 self._leave()
