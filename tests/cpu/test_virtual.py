@@ -28,6 +28,7 @@ from firesteel.bench.virtual import (
     simulated_bed,
     tables,
 )
+from firesteel.cli import main
 from firesteel.config import SimulatedAcceptance
 from firesteel.core import Budget, StepRecord
 from firesteel.engine.build import BUNDLED
@@ -124,6 +125,30 @@ def test_prompts_that_fill_the_steps(concurrency: int) -> None:
     for points in compare(bed, list(TABLES.values()), [concurrency], lambda c: work, warmup=lambda c: 8):
         rates = {p.arm: round(p.rate) for p in points}
         assert ratio(points) >= (1.03 if points[0].table == "staircase" else 0.99), (points[0].table, rates)
+
+
+@pytest.mark.parametrize(("tokens", "concurrency"), [(4, 1), (4, 2), (4, 6), (8, 1)])
+def test_short_answers(tokens: int, concurrency: int) -> None:
+    """What is won by drafts ends with the answer, and its prompt and the step behind its end take longer with them."""
+    bed = simulated_bed(SCENES["measured"], K, concurrency, 64)
+    work = jobs(120, tokens, varied=0.5)
+    prices = [TABLES["staircase"], TABLES["linear"]]
+    for points in compare(bed, prices, [concurrency], lambda c: work, widths=(0, 1, 3), warmup=lambda c: 20):
+        rates = {p.arm: round(p.rate) for p in points}
+        assert ratio(points) >= 0.985, (points[0].table, rates)
+
+
+def test_names_of_a_bench_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, wrong in (
+        ("--tables", "stairs"),
+        ("--scenes", "no"),
+        ("--starts", "x"),
+        ("--concurrency", "a"),
+    ):
+        assert main(["bench", "virtual", option, wrong]) == 2
+        err = capsys.readouterr().err
+        assert wrong in err and option in err
+    assert main(["bench", "virtual", "--varied", "1.5"]) == 2 and "--varied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scene", ["measured", "never"])

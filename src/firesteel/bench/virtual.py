@@ -181,14 +181,19 @@ def jobs(
     vocab: int = 250,
     temperatures: Sequence[float] = (1.0,),
     prompt: tuple[int, int] = (4, 20),
+    varied: float = 0.0,
 ) -> list[Job]:
-    """Random prompts of ``prompt[0]`` to ``prompt[1]`` - 1 tokens, answers of ``tokens`` that do not end early."""
-    r = random.Random(seed)
+    """Random prompts of ``prompt[0]`` to ``prompt[1]`` - 1 tokens, answers of ``tokens`` that do not end early.
+
+    ``varied``: answers differ by up to this share. Requests of one length that begin together stay in step
+    without drafts: all prompts in one step, then steps of few rows; that is an order that few servers see.
+    """
+    r, lengths = random.Random(seed), random.Random(seed + 1)
     return [
         (
             tuple(r.randrange(3, vocab) for _ in range(r.randrange(*prompt))),
             SamplingParams(
-                max_tokens=tokens,
+                max_tokens=max(round(tokens * lengths.uniform(1.0 - varied, 1.0 + varied)), 1),
                 temperature=temperatures[i % len(temperatures)],
                 seed=(seed << 20) + i,
                 ignore_eos=True,
@@ -394,6 +399,15 @@ SCENES: dict[str, SimulatedAcceptance] = {
 }
 
 
+def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in ``text``; raises ParameterError for one that is not ``known``."""
+    names, known = [n.strip() for n in text.split(",")], list(known)
+    wrong = next((n for n in names if n not in known), None)
+    if wrong is not None:
+        raise ParameterError(f"{option}: {wrong!r} is none of {', '.join(known)}")
+    return names
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Every scene on every table, calibrated and from the prior."""
     p = argparse.ArgumentParser(prog="firesteel bench virtual", description=main.__doc__)
@@ -407,6 +421,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--gamma", type=int, default=7)
     p.add_argument("--tokens", type=int, default=128, help="tokens of one answer")
     p.add_argument(
+        "--varied", type=float, default=0.0, help="answers of drawn scenes differ by up to this share"
+    )
+    p.add_argument(
         "--prompt", default="4,20", help="prompts of drawn scenes: tokens at least, and fewer than"
     )
     p.add_argument("--requests", type=int, default=3, help="requests per concurrent one")
@@ -415,22 +432,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--full-load", action="store_true", help="leave the rundown out, see Bed.run")
     p.add_argument("--json", default=None, metavar="FILE")
     args = p.parse_args(argv)
-    levels = [int(c) for c in args.concurrency.split(",")]
+    levels = integers("--concurrency", args.concurrency)
+    longest = math.ceil(args.tokens * (1.0 + args.varied))
     low, high = (*integers("--prompt", args.prompt), 0)[:2]
     if high <= low:
         raise ParameterError(
             f"--prompt {args.prompt!r}: expected two numbers of tokens, the second larger, as in 60,140"
         )
-    prices = [tables(args.gamma)[t] for t in args.tables.split(",")]
+    if not 0.0 <= args.varied < 1.0:
+        raise ParameterError(f"--varied {args.varied}: expected a share from 0 up and below 1")
+    shapes = tables(args.gamma) | {"card": card(args.gamma)}
+    prices = [shapes[t] for t in _names("--tables", args.tables, shapes)]
+    scenes = _names("--scenes", args.scenes, (*SCENES, MODEL))
+    _names("--starts", args.starts, ("calibrated", "prior"))
     out: list[dict[str, Any]] = []
     console = Console()
-    for scene in args.scenes.split(","):
+    for scene in scenes:
         starts = ["its own"] if scene == MODEL else args.starts.split(",")
         for start in starts:
             if scene == MODEL:
                 bed, llm = model_bed(args.gamma, max(levels), args.model)
             else:
-                bed = simulated_bed(SCENES[scene], args.gamma, max(levels), args.tokens + high + 12, start)
+                bed = simulated_bed(SCENES[scene], args.gamma, max(levels), longest + high + 12, start)
             shown = Table(
                 "table", "C", *map(arm_name, FIXED), "adaptive", "adaptive / best", title=f"{scene}, {start}"
             )
@@ -439,7 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 n = max(args.requests * c, args.least)
                 if scene == MODEL:  # noqa: B023
                     return problem_jobs(llm, n, args.tokens)  # noqa: B023
-                return jobs(n, args.tokens, prompt=(low, high))
+                return jobs(n, args.tokens, prompt=(low, high), varied=args.varied)
 
             for points in compare(
                 bed, prices, levels, work, warmup=lambda _: args.warmups, whole=not args.full_load
@@ -460,12 +483,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         s: min(o["ratio"] for o in out if o["start"] == s) for s in dict.fromkeys(o["start"] for o in out)
     }
     console.print(f"adaptive / best, worst point: {worst}")
-    scenes = {name: asdict(SCENES[name]) for name in args.scenes.split(",") if name != MODEL}
+    drawn = {name: asdict(SCENES[name]) for name in scenes if name != MODEL}
     result = {
-        "simulated": bool(scenes),
+        "simulated": bool(drawn),
         "environment": environment(),
         "settings": vars(args),
-        "scenes": scenes,
+        "scenes": drawn,
     }
     write_json({**result, "worst": worst, "results": out}, args.json)
     return 0

@@ -42,7 +42,7 @@ class Scheduler:
         self, config: EngineConfig, memory: Memory, cache: PrefixCache | None, policy: Policy | None = None
     ):
         self.config, self.memory, self.cache, self.gamma = config, memory, cache, config.gamma
-        self.policy: Policy = policy or FixedWidth(config.gamma)
+        self._policy: Policy = policy or FixedWidth(config.gamma)
         self.waiting: list[Sequence] = []  # by (priority, arrival)
         self.running: list[Sequence] = []  # by (priority, arrival)
         self.stats = SchedulerStats()
@@ -81,8 +81,19 @@ class Scheduler:
         if seq.saved_pages:
             self._forget.append(seq.request_id)
             self._swapped -= self._copy_bytes(seq.saved_pages)
-        self.policy.forget(seq.request_id)  # it may have run before
+        self.policy.forget(seq.request_id, len(seq.output))  # it may have run before
         del self._by_id[seq.request_id]
+
+    @property
+    def policy(self) -> Policy:
+        """Who decides on drafts."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        """Another one begins: what the one before was not told yet is not for it."""
+        self._end_rest()
+        self._policy, self._said = policy, [0, 0]
 
     # ---- plan --------------------------------------------------------------------
     def plan(self) -> StepPlan | None:
@@ -505,7 +516,7 @@ class Scheduler:
         for seq in [s for s in self.running if s.finish is not None and s.in_flight == 0 and not s.want]:
             self.running.remove(seq)
             self.memory.release(seq.slot)
-            self.policy.forget(seq.request_id)
+            self.policy.forget(seq.request_id, len(seq.output))
             del self._by_id[seq.request_id]
 
     def check(self) -> None:

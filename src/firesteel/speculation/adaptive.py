@@ -43,6 +43,7 @@ from firesteel.speculation.lessons import LONE, Lessons
 from firesteel.speculation.slept import REST, Slept
 from firesteel.speculation.survival import Calibrator, Coefficients
 from firesteel.speculation.terms import Candidate, DraftBlocks, Drafting, Load, Proposed, Timing, Verified
+from firesteel.speculation.turnover import Turnover
 from firesteel.speculation.watch import Watch
 
 Floats = NDArray[np.float64]
@@ -52,6 +53,7 @@ RESTS = 64  # the same while drafting does not pay: looks and probes bring what 
 PASSING = 3  # steps from which on a change of the load counts where drafting does not pay
 HOPE_FIRST, HOPE, LEAST_HOPE = 0.3, 0.8, 0.2  # a look costs some of it, a plan that pays brings it back
 IDLE, OVERRATED = "drafting does not pay", "drafting brings less than it promises"
+SHORT = "drafting does not pay for answers so short"
 UNSURE = "drafting may pay, but by less than prices are off here"
 SPREAD = 16  # steps that pay for what a request catches up with when it begins to draft
 DARING = 0.005  # share of the step time that is put by for trials of what may pay
@@ -99,6 +101,7 @@ class Adaptive:
         self._looks, self._looked, self._looking = 0.0, set[int](), frozenset[int]()  # credit, ever, just now
         self.lessons = Lessons(gamma, cost, calibrator, self.book, self.watch)
         self.slept = Slept(cost, self.lessons, self.account)
+        self.turnover = Turnover()
         self.ledger, self._refused = Ledger(), IDLE  # why the last plan does not draft
         self._paid, self._purse = False, math.inf  # whether the last plan drafts; ms put by for a trial
         self._usual = 0.0  # log of spent over priced of plain steps
@@ -184,6 +187,7 @@ class Adaptive:
         """The best cycle of draft and verify; where none pays, a probe now and then."""
         self._probing = frozenset()
         self._age += 1
+        self.turnover.step(len(candidates))
         self._beside.age()
         beside = full(load)
         if len(candidates) > 2 * self._planned_for + CROWD:
@@ -365,9 +369,11 @@ class Adaptive:
         plan = self._search(candidates, able, load)
         self._refused = IDLE
         if plan.pays:
-            trusted = plan.rate * self.ledger.trust
+            promise = self.turnover.promise(plan, len(candidates), self._paid, self.cost, load.context)
+            rate = plan.rate if promise is None else promise * plan.plain_rate
+            trusted = rate * self.ledger.trust
             if trusted <= plan.plain_rate:
-                self._refused = OVERRATED
+                self._refused = OVERRATED if rate > plan.plain_rate else SHORT
             elif not self._paid and trusted <= plan.plain_rate * (1.0 + self._doubt) and not self._dare():
                 self._refused = UNSURE  # who drafts already goes on while it pays at all
             if self._refused is not IDLE:
@@ -492,6 +498,7 @@ class Adaptive:
         """Steps wait until what they tell is worth the time."""
         if self.slept.steps:
             self.slept.wake()
+        self.turnover.hear(timing.tokens, timing.prompt_rows)
         drew = frozenset(DraftBlocks.of(proposed).request_ids) if proposed else _NOBODY
         if drew:
             timing = timing._replace(entered=len(drew - self._drew))
@@ -516,7 +523,9 @@ class Adaptive:
         if changed:
             self.changed, self._plan, self._decided = True, None, None
 
-    def forget(self, request_id: int) -> None:
-        """A request has ended."""
+    def forget(self, request_id: int, tokens: int = 0) -> None:
+        """A request has ended, with an answer of so many tokens."""
+        if tokens:
+            self.turnover.end()
         self._looked.discard(request_id)
         self.lessons.forget(request_id)

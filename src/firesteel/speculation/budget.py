@@ -146,6 +146,7 @@ class DraftPlan:
     rate: float  # expected tokens per millisecond of a draft-and-verify cycle
     plain_rate: float  # the same without drafting
     drafts: int = 0  # of them verified
+    gain: float = 0.0  # tokens of a cycle over those of a plain step
 
     @property
     def pays(self) -> bool:
@@ -190,7 +191,7 @@ def choose_width(
         value = np.concatenate(([base_value], kept)).cumsum()
         rates = value / np.maximum(ms[: len(value)] + draft, 1e-6)
         at = int(rates.argmax())
-        return DraftPlan(k, m, float(rates[at]), plain, at)
+        return DraftPlan(k, m, float(rates[at]), plain, at, _over(float(value[at]), base_value))
 
     hopeful = max(
         range(len(widths)), key=bounds.__getitem__
@@ -233,15 +234,19 @@ def width_of_one(
     best = DraftPlan(0, 0, plain, plain)
     for k in widths:
         draft, value = draft_ms(1, k), base_value
-        top, at = value / max(step_ms[0] + draft, 1e-6), 0
+        top, at, found = value / max(step_ms[0] + draft, 1e-6), 0, value
         for b in range(1, min(k, len(step_ms) - 1, len(gains)) + 1):
             value += gains[b - 1]
             rate = value / max(step_ms[b] + draft, 1e-6)
             if rate > top:
-                top, at = rate, b
+                top, at, found = rate, b, value
         if top > best.rate * (1 + 1e-9):
-            best = DraftPlan(k, 1, top, plain, at)
+            best = DraftPlan(k, 1, top, plain, at, _over(found, base_value))
     return best
+
+
+def _over(value: float, base: float) -> float:
+    return value / base if base > 0.0 else 0.0
 
 
 def _steps(requests: int) -> list[int]:

@@ -70,5 +70,5 @@ class FixedWidth:
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
         """Nothing to learn."""
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, tokens: int = 0) -> None:
         """Nothing is kept."""

@@ -165,5 +165,5 @@ class Policy(Protocol):
     def learn(self, proposed: Sequence[Proposed], verified: Sequence[Verified], timing: Timing) -> None:
         """Take what a committed step says."""
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, tokens: int = 0) -> None:
         """A request has ended."""

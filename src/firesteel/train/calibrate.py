@@ -245,7 +245,7 @@ class Recorder:
                 self.lines.append((before, v))
         self._pending.update((p.request_id, p) for p in proposed)
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, request_id: int, tokens: int = 0) -> None:
         """A request has ended."""
         self._pending.pop(request_id, None)
 

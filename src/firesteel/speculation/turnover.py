@@ -1,0 +1,92 @@
+"""What requests cost besides decoding: where answers are short, most of their time is not spent on it.
+
+A plan compares steps that decode. A request also runs its prompt, and its
+place is empty for a step before the next one begins: in these steps its drafts
+gain nothing, while all steps take longer. With C places, answers of L tokens,
+P prompt rows a request and E tokens a decode step of one request,
+
+    life of a request, in steps   l = 2 + (L - 1) / E
+    requests that begin           q = C / l
+    requests that decode          d = C - 2 q
+    tokens per millisecond        q L / T,  T = price(d (1 + drafts verified) + q P) + drafting of d + q requests
+
+once for plain steps (E = 1) and once for those of the plan. Of one request at
+a time, the prompt has a step of its own, and only behind drafts, whose end
+nobody foresees, a step is run in vain.
+"""
+
+from __future__ import annotations
+
+from firesteel.speculation.budget import DraftPlan
+from firesteel.speculation.cost import CostModel
+
+LONG = 16.0  # tokens of the mean answer from which on nothing of this decides
+OVERHEAD = 2.0  # steps of a request that do not decode: its prompt's, and one until the next has its place
+ALONE = 1.5  # requests that decode, in the mean: below it is one at a time
+MEMORY, FEWEST = 64.0, 4.0  # ended answers that are looked back on: at most, at least
+POPULATION = 1.0 / 16  # weight of the newest step
+
+
+class Turnover:
+    """Hears of steps and of ended answers."""
+
+    def __init__(self) -> None:
+        self._ended, self._tokens, self._prompts = 0.0, 0.0, 0.0
+        self._decoding = 0.0  # requests, fading mean
+        self._each = 1.0  # tokens that a decode step of the newest plan gives a request
+
+    def step(self, decoding: int) -> None:
+        """So many requests decode."""
+        self._decoding += (decoding - self._decoding) * (POPULATION if self._decoding else 1.0)
+
+    def hear(self, tokens: int, prompt_rows: int) -> None:
+        """What committed steps brought. Tokens of answers that go on count, too: the short ones end first."""
+        self._tokens += tokens
+        self._prompts += prompt_rows
+
+    def end(self) -> None:
+        """An answer has ended."""
+        self._ended += 1.0
+        if self._ended > MEMORY:
+            self._ended, self._tokens, self._prompts = (
+                0.5 * self._ended,
+                0.5 * self._tokens,
+                0.5 * self._prompts,
+            )
+
+    def promise(
+        self, plan: DraftPlan, requests: int, paid: bool, cost: CostModel, context: float
+    ) -> float | None:
+        """How many times the rate of plain steps ``plan``, made for ``requests``, brings where answers are short.
+
+        None where they are not, or where too few have ended to say. ``paid``: requests draft at present.
+        """
+        now, self._each = self._each if paid else 1.0, plan.gain
+        if self._ended < FEWEST or self._tokens > LONG * self._ended or plan.gain <= 0.0:
+            return None
+        length, rows = self._tokens / self._ended, self._prompts / self._ended
+        if length <= 1.0:
+            return 0.0  # nothing decodes
+        verified = plan.drafts / requests
+
+        def step_ms(rows: float) -> float:
+            return cost.row_ms(max(round(rows), 1), context)
+
+        if self._decoding < ALONE:
+            draft = cost.draft_ms(1, plan.width)
+            plain = step_ms(rows) + (length - 1.0) * step_ms(1)
+            vain = step_ms(1)
+            return plain / (
+                step_ms(rows) + draft + vain + (length - 1.0) / plan.gain * (step_ms(1 + verified) + draft)
+            )
+        places = self._decoding * (1.0 + OVERHEAD * now / (length - 1.0))
+
+        def rate(each: float, verified: float, share: float) -> float:
+            begin = places / (OVERHEAD + (length - 1.0) / each)
+            decoding = places - OVERHEAD * begin
+            ms = step_ms(decoding * (1.0 + verified) + begin * rows)
+            if share:
+                ms += cost.draft_ms(max(round(share * (decoding + begin)), 1), plan.width)
+            return begin * length / ms
+
+        return rate(plan.gain, verified, plan.requests / requests) / rate(1.0, 0.0, 0.0)
