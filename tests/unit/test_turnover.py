@@ -7,7 +7,7 @@ import pytest
 from firesteel.bench.virtual import tables
 from firesteel.speculation.budget import DraftPlan, choose_width, width_of_one
 from firesteel.speculation.cost import CostModel, CostTable
-from firesteel.speculation.turnover import FEWEST, LONG, Turnover
+from firesteel.speculation.turnover import FEWEST, LONG, SURE, Turnover
 
 pytestmark = pytest.mark.unit
 GAMMA, PROMPT = 7, 12
@@ -46,13 +46,13 @@ def counted(cost: CostModel, places: int, length: int, each: int, verified: int,
     return tokens / ms
 
 
-def told(length: int, decoding: float) -> Turnover:
+def told(length: int, sampling: float) -> Turnover:
     out = Turnover()
     for _ in range(200):
-        out.step(int(decoding))
+        out.step(int(sampling))
         out.hear(length, PROMPT)
         out.end()
-    out._decoding = decoding
+    out._sampling = sampling
     return out
 
 
@@ -61,14 +61,15 @@ def told(length: int, decoding: float) -> Turnover:
 def test_promise_is_what_places_bring(places: int, length: int, each: int, verified: int) -> None:
     plain = counted(LINEAR, places, length, 1, 0, 0)
     wide = counted(LINEAR, places, length, each, verified, 3)
-    decoding = places * (length - 1) / (length + 1)  # while all steps are plain
+    sampling = places * length / (length + 1)  # while all steps are plain
     plan = DraftPlan(3, 100, 1.0, 1.0, 100 * verified, float(each))
-    promise = told(length, decoding).promise(plan, 100, False, LINEAR, 64.0)
-    assert promise == pytest.approx(wide / plain, rel=0.02)
+    promise = told(length, sampling).promise(plan, 100, False, LINEAR, 64.0)
+    assert promise == pytest.approx(SURE * wide / plain, rel=0.02)
     # the same places, seen while all draft
-    turnover = told(length, places * (length - 1) / each / (2 + (length - 1) / each))
+    steps = (length - 1) / each
+    turnover = told(length, places * (1 + steps) / (2 + steps))
     turnover.promise(plan, 100, True, LINEAR, 64.0)
-    assert turnover.promise(plan, 100, True, LINEAR, 64.0) == pytest.approx(wide / plain, rel=0.02)
+    assert turnover.promise(plan, 100, True, LINEAR, 64.0) == pytest.approx(SURE * wide / plain, rel=0.02)
 
 
 def test_promise_of_one_at_a_time() -> None:

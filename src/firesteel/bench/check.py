@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from firesteel.bench.geometry import load
 from firesteel.bench.hollow import hollow_engine
 from firesteel.bench.loops import Stopwatch, in_turns
 from firesteel.bench.simulate import Outcome, Request, Setup, pass_through, run_arm
 from firesteel.core import StepPlan
 from firesteel.engine.build import make_runner
 from firesteel.engine.heap import settle
-from firesteel.engine.llm import LLM
 from firesteel.engine.loop import Engine
 from firesteel.engine.profile import Case, Profiler
 from firesteel.engine.runner import Handle
@@ -136,7 +136,7 @@ class Check:
         for arm in arms:
             setup.policy(arm)  # raises on what is none, before anything is loaded
         self.work, self.seconds, self.say = work, seconds, say
-        self.llm = LLM(model, **setup.values)
+        self.llm = load(model, **setup.values)
         self.on_cpu = self.llm.engine.runner.device.type == "cpu"
         self.rows = setup.rows
         profiler = self._profiler(setup.gamma)

@@ -315,7 +315,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host-ms", type=float, default=0.0, help="host time a step that nothing hides")
     p.add_argument("--check", action="store_true", help="run the real engine here too, and compare")
     p.add_argument(
-        "--model", default=None, help="with --check: checkpoint folder (default: the bundled model)"
+        "--model",
+        default=None,
+        help="with --check: checkpoint folder or geometry (default: the bundled model)",
     )
     p.add_argument("--seconds", type=float, default=30.0, help="with --check: of each point, at least")
     p.add_argument("--json", default=None, metavar="FILE", help="write the result here")

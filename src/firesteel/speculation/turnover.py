@@ -17,13 +17,18 @@ nobody foresees, a step is run in vain.
 
 from __future__ import annotations
 
+import math
+
 from firesteel.speculation.budget import DraftPlan
 from firesteel.speculation.cost import CostModel
 
 LONG = 16.0  # tokens of the mean answer from which on nothing of this decides
 OVERHEAD = 2.0  # steps of a request that do not decode: its prompt's, and one until the next has its place
-ALONE = 1.5  # requests that decode, in the mean: below it is one at a time
+ALONE = 1.5  # requests that get tokens in a step, in the mean: below it is one at a time
 MEMORY, FEWEST = 64.0, 4.0  # ended answers that are looked back on: at most, at least
+# how many begin in a step varies: sevenths of a normal law
+SPREAD = (-1.47, -0.79, -0.37, 0.0, 0.37, 0.79, 1.47)
+SURE = 0.95  # of a promise that speaks of means: an answer's last step gives fewer tokens, and plain ends are foreseen
 POPULATION = 1.0 / 16  # weight of the newest step
 
 
@@ -32,12 +37,12 @@ class Turnover:
 
     def __init__(self) -> None:
         self._ended, self._tokens, self._prompts = 0.0, 0.0, 0.0
-        self._decoding = 0.0  # requests, fading mean
+        self._sampling = 0.0  # requests that get tokens in a step, fading mean
         self._each = 1.0  # tokens that a decode step of the newest plan gives a request
 
-    def step(self, decoding: int) -> None:
-        """So many requests decode."""
-        self._decoding += (decoding - self._decoding) * (POPULATION if self._decoding else 1.0)
+    def step(self, sampling: int) -> None:
+        """So many requests decode or end their prompts."""
+        self._sampling += (sampling - self._sampling) * (POPULATION if self._sampling else 1.0)
 
     def hear(self, tokens: int, prompt_rows: int) -> None:
         """What committed steps brought. Tokens of answers that go on count, too: the short ones end first."""
@@ -72,21 +77,23 @@ class Turnover:
         def step_ms(rows: float) -> float:
             return cost.row_ms(max(round(rows), 1), context)
 
-        if self._decoding < ALONE:
+        if self._sampling < ALONE:
             draft = cost.draft_ms(1, plan.width)
             plain = step_ms(rows) + (length - 1.0) * step_ms(1)
             vain = step_ms(1)
             return plain / (
                 step_ms(rows) + draft + vain + (length - 1.0) / plan.gain * (step_ms(1 + verified) + draft)
             )
-        places = self._decoding * (1.0 + OVERHEAD * now / (length - 1.0))
+        steps = (length - 1.0) / now
+        places = self._sampling * (OVERHEAD + steps) / (1.0 + steps)
 
         def rate(each: float, verified: float, share: float) -> float:
             begin = places / (OVERHEAD + (length - 1.0) / each)
             decoding = places - OVERHEAD * begin
-            ms = step_ms(decoding * (1.0 + verified) + begin * rows)
+            at, off = decoding * (1.0 + verified) + begin * rows, math.sqrt(begin) * rows
+            ms = sum(step_ms(at + z * off) for z in SPREAD) / len(SPREAD)
             if share:
                 ms += cost.draft_ms(max(round(share * (decoding + begin)), 1), plan.width)
             return begin * length / ms
 
-        return rate(plan.gain, verified, plan.requests / requests) / rate(1.0, 0.0, 0.0)
+        return SURE * rate(plan.gain, verified, plan.requests / requests) / rate(1.0, 0.0, 0.0)
