@@ -95,3 +95,6 @@ def test_alone_a_part_ends_when_it_has_had_its_time() -> None:
     in_turns([(part, part.watch)], math.inf)
     assert part.runs == 3 and begun == pytest.approx([0.0, 3.0, 6.0])
     assert part.watch.starts == 1, "no other one to go on"
+    more = Part(run, 7.0, Stopwatch(machine), least=5)
+    in_turns([(more, more.watch)], math.inf)
+    assert more.runs == 5

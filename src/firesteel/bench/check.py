@@ -73,6 +73,7 @@ class Part:
     again: Callable[[Stopwatch], Iterator[None]]  # a whole run; pauses wherever another one may go on
     seconds: float
     watch: Stopwatch = field(default_factory=Stopwatch)
+    least: int = 1  # runs
     others: Sequence[Part] = ()  # for whose ends it waits
     runs: int = 0
     whole: float = 0.0  # seconds of these
@@ -85,8 +86,8 @@ class Part:
 
     @property
     def enough(self) -> bool:
-        """Whether whole runs have filled its time."""
-        return self.whole >= self.seconds
+        """Whether whole runs have filled its time, and are enough of them."""
+        return self.runs >= self.least and self.whole >= self.seconds
 
     @property
     def done(self) -> bool:
@@ -106,6 +107,7 @@ class Point:
     """Whole runs of one arm at one concurrency."""
 
     outcomes: list[Outcome] = field(default_factory=list)
+    warm: bool = False  # whether it has run at all
     host: list[tuple[float, int]] = field(default_factory=list)  # of a run without a model: seconds, steps
 
     @property
@@ -151,7 +153,9 @@ class Check:
         profile = Part(self._prices, PROFILE * self.seconds)
         parts = [profile]
         for (arm, c), point in self.points.items():
-            parts.append(Part(partial(self._real, self._engine(), arm, c, point), self.seconds))
+            real = Part(partial(self._real, self._engine(), arm, c, point), self.seconds)
+            real.least = 1 if self.on_cpu else 2  # the first is a warm-up
+            parts.append(real)
             engine = hollow_engine(self.setup.settings())
             parts.append(Part(partial(self._host, engine, arm, c, point), HOST * self.seconds))
         if self.on_cpu:
@@ -200,7 +204,9 @@ class Check:
     def _real(self, engine: Engine, arm: str, c: int, point: Point, watch: Stopwatch) -> Iterator[None]:
         """All requests of one point through the engine."""
         out = yield from pass_through(engine, self.setup.policy(arm), arm, self.work(c), c, watch)
-        point.outcomes.append(out)
+        if self.on_cpu or point.warm:
+            point.outcomes.append(out)
+        point.warm = True  # on a GPU the first run may have compiled kernels
 
     def _host(self, engine: Engine, arm: str, c: int, point: Point, watch: Stopwatch) -> Iterator[None]:
         """The same without a model; what is not spent in the steps themselves is the host's."""
