@@ -31,7 +31,7 @@ from firesteel.engine.loop import Engine
 from firesteel.engine.profile import Case, Profiler
 from firesteel.engine.runner import Handle
 from firesteel.speculation.cost import CostModel, CostTable
-from firesteel.speculation.policy import FixedWidth
+from firesteel.speculation.policy import Adaptive, FixedWidth
 
 SLICE = (
     0.2  # seconds of a turn: long against what its first step finds colder, short against changes of speed
@@ -138,12 +138,15 @@ class Check:
         for arm in arms:
             setup.policy(arm)  # raises on what is none, before anything is loaded
         self.work, self.seconds, self.say = work, seconds, say
-        self.llm = load(model, **setup.values)
+        values = setup.values
+        values["speculative"] |= {"enable_adaptive_verification": True}  # else a GPU records one width only
+        self.llm = load(model, progress=say, **values)
         self.on_cpu = self.llm.engine.runner.device.type == "cpu"
         self.rows = setup.rows
-        profiler = self._profiler(setup.gamma)
-        self.setup = replace(setup, table=profiler.run(say))  # what adaptive starts from, as in service
-        self.profiler, self.order = profiler, random.Random(0)
+        policy = self.llm.engine.policy
+        assert isinstance(policy, Adaptive), "asked for"
+        self.setup = replace(setup, table=policy.cost.table)  # what adaptive starts from, as in service
+        self.profiler, self.order = self._profiler(setup.gamma), random.Random(0)
         self.samples: list[tuple[int, Case, float]] = []
         self.points = {(arm, c): Point() for c in levels for arm in arms}
         self._planning = self._plan_on(min(levels))
