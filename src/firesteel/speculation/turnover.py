@@ -37,6 +37,7 @@ class Turnover:
 
     def __init__(self) -> None:
         self._ended, self._tokens, self._prompts = 0.0, 0.0, 0.0
+        self._since = 0.0  # tokens since an answer ended
         self._sampling = 0.0  # requests that get tokens in a step, fading mean
         self._each = 1.0  # tokens that a decode step of the newest plan gives a request
 
@@ -46,18 +47,19 @@ class Turnover:
 
     def hear(self, tokens: int, prompt_rows: int) -> None:
         """What committed steps brought. Tokens of answers that go on count, too: the short ones end first."""
-        self._tokens += tokens
-        self._prompts += prompt_rows
-
-    def end(self) -> None:
-        """An answer has ended."""
-        self._ended += 1.0
-        if self._ended > MEMORY:
+        if self._ended > MEMORY:  # once a step: many may end in one
             self._ended, self._tokens, self._prompts = (
                 0.5 * self._ended,
                 0.5 * self._tokens,
                 0.5 * self._prompts,
             )
+        self._tokens += tokens
+        self._since += tokens
+        self._prompts += prompt_rows
+
+    def end(self) -> None:
+        """An answer has ended."""
+        self._ended, self._since = self._ended + 1.0, 0.0
 
     def promise(
         self, plan: DraftPlan, requests: int, paid: bool, cost: CostModel, context: float
@@ -69,6 +71,8 @@ class Turnover:
         now, self._each = self._each if paid else 1.0, plan.gain
         if self._ended < FEWEST or self._tokens > LONG * self._ended or plan.gain <= 0.0:
             return None
+        if self._since > LONG * max(self._sampling, 1.0):
+            return None  # those of now are long, whatever the ones before were
         length, rows = self._tokens / self._ended, self._prompts / self._ended
         if length <= 1.0:
             return 0.0  # nothing decodes
